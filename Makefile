@@ -1,0 +1,5 @@
+PYTHON ?=
+export PYTHON
+.PHONY: check
+check:
+	@scripts/fork check

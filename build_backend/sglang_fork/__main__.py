@@ -1,0 +1,36 @@
+"""The command line: tree, refresh, check, try."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import check, tree, upgrade
+from .errors import ForkError
+
+
+def main() -> int:
+    """Run one command and return its exit status."""
+    parser = argparse.ArgumentParser(prog="fork", description="Work on the patches of this fork.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("tree", help="make build/tree, or bring it up to date, and print its path")
+    commands.add_parser("refresh", help="rewrite patches/ from the commits in build/tree")
+    commands.add_parser("check", help="hold patches/ and the overlay against every rule")
+    upgrading = commands.add_parser("try", help="dry run: rebase the series onto another wheel")
+    upgrading.add_argument("wheel", type=Path)
+    args = parser.parse_args()
+    if args.command == "tree":
+        print(tree.materialise())
+    elif args.command == "refresh":
+        print("refreshed:", ", ".join(tree.refresh()) or "nothing to do")
+    elif args.command == "check":
+        return check.run()
+    else:
+        return upgrade.try_wheel(args.wheel)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ForkError as error:
+        sys.exit(str(error))
