@@ -1,10 +1,10 @@
-"""The command line: tree, refresh, check, try."""
+"""The command line: fetch, tree, refresh, check, try."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from . import check, tree, upgrade
+from . import check, tree, upgrade, upstream
 from .errors import ForkError
 
 
@@ -12,13 +12,16 @@ def main() -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="fork", description="Work on the patches of this fork.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("fetch", help="store the pinned upstream wheel and print its path")
     commands.add_parser("tree", help="make build/tree, or bring it up to date, and print its path")
     commands.add_parser("refresh", help="rewrite patches/ from the commits in build/tree")
     commands.add_parser("check", help="hold patches/ and the overlay against every rule")
     upgrading = commands.add_parser("try", help="dry run: rebase the series onto another wheel")
     upgrading.add_argument("wheel", type=Path)
     args = parser.parse_args()
-    if args.command == "tree":
+    if args.command == "fetch":
+        print(upstream.fetch())
+    elif args.command == "tree":
         print(tree.materialise())
     elif args.command == "refresh":
         print("refreshed:", ", ".join(tree.refresh()) or "nothing to do")

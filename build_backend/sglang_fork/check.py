@@ -99,7 +99,7 @@ def exact() -> Iterator[str]:
                 try:
                     compile(data, path, "exec", dont_inherit=True)
                 except SyntaxError as error:
-                    yield f"python/{path}:{error.lineno}: patched file does not compile: {error.msg}"
+                    yield f"python/{path}:{error.lineno}: does not compile patched: {error.msg}"
 
 
 def metadata_fits() -> Iterator[str]:
@@ -145,7 +145,10 @@ RULES = (
     Rule(says="the series lists every patch once", complaints=listed),
     Rule(says="every patch has Forwarded: and Remove-When:", complaints=headers),
     Rule(says="one patch a file, one file a patch", complaints=one_each),
-    Rule(says=f"at most {MAX_PATCHES} patches, {MAX_UPSTREAM_LINES} upstream lines", complaints=budget),
+    Rule(
+        says=f"at most {MAX_PATCHES} patches, {MAX_UPSTREAM_LINES} upstream lines",
+        complaints=budget,
+    ),
     Rule(says="the overlay replaces nothing", complaints=no_shadow),
     Rule(says="every hunk fits exactly and compiles", complaints=exact),
     Rule(says="the metadata edits fit", complaints=metadata_fits),

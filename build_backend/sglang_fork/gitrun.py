@@ -47,7 +47,9 @@ class Git:
         try:
             done = subprocess.run(command, env=environment(), capture_output=True)
         except FileNotFoundError:
-            raise TreeError("git is not installed; build/tree, refresh and check need it.") from None
+            raise TreeError(
+                "git is not installed; build/tree, refresh and check need it."
+            ) from None
         if done.returncode:
             said = (done.stdout + done.stderr).decode(errors="replace").strip()
             raise TreeError(f"git {' '.join(args)} failed in {self.folder}:\n{said}")

@@ -44,7 +44,9 @@ def licences(project: Project) -> dict[str, bytes]:
 
     Section 4 of the Apache License asks that changed files be marked as changed.
     """
-    rows = [f"{path.removeprefix('python/')}  (patches/{name})" for path, name in series.edits().items()]
+    rows = [
+        f"{path.removeprefix('python/')}  (patches/{name})" for path, name in series.edits().items()
+    ]
     rows.append("sglang/_version.py  (written anew by the build)")
     head = (
         f"sglang {project.version} is built from sglang {project.base}.\n"

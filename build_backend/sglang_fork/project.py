@@ -46,7 +46,9 @@ def pin() -> Pin:
     version = re.search(r"^sglang==(\S+)", text, re.M)
     hashes = frozenset(re.findall(r"--hash=sha256:([0-9a-f]{64})\b", text))
     if version is None or not hashes:
-        raise ProjectError(f"{PIN.name}: needs one line 'sglang==VERSION' with --hash=sha256: pins.")
+        raise ProjectError(
+            f"{PIN.name}: needs one line 'sglang==VERSION' with --hash=sha256: pins."
+        )
     return Pin(version=version.group(1), hashes=hashes)
 
 

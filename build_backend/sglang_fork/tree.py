@@ -87,7 +87,9 @@ def exported() -> dict[str, str]:
     """{patch name: text} for the commits on top of upstream."""
     out: dict[str, str] = {}
     for commit in git("rev-list", "--reverse", "upstream..HEAD").split():
-        name = re.sub(r"[^a-z0-9]+", "-", git("log", "-1", "--format=%s", commit).lower()).strip("-")
+        name = re.sub(r"[^a-z0-9]+", "-", git("log", "-1", "--format=%s", commit).lower()).strip(
+            "-"
+        )
         if f"{name}.patch" in out:
             raise TreeError(f"two commits of build/tree have the subject of {name!r}; reword one.")
         out[f"{name}.patch"] = _export(commit)
@@ -98,7 +100,9 @@ def refresh() -> list[str]:
     """Rewrite patches/ from build/tree and return the names that changed."""
     materialise()
     if dirty := git("status", "--porcelain").strip():
-        raise TreeError(f"build/tree has changes that are not committed:\n{dirty}\n  Commit them first.")
+        raise TreeError(
+            f"build/tree has changes that are not committed:\n{dirty}\n  Commit them first."
+        )
     new = exported()
     old = {name: series.read(name).decode() for name in series.names()}
     if list(new) == list(old) and new == old:
@@ -112,7 +116,9 @@ def refresh() -> list[str]:
     assert stamp is not None
     head = git("rev-parse", "HEAD").strip()
     _write_stamp(Stamp(pin=stamp.pin, series=series.digest(), head=head, links=stamp.links))
-    return sorted(name for name in set(old) | set(new) if old.get(name) != new.get(name)) or ["series"]
+    return sorted(name for name in set(old) | set(new) if old.get(name) != new.get(name)) or [
+        "series"
+    ]
 
 
 def _export(commit: str) -> str:

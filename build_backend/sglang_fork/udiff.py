@@ -80,7 +80,8 @@ class _Lines:
 
 def parse(name: str, data: bytes) -> tuple[FilePatch, ...]:
     """Read the diff sections of a patch file, in file order."""
-    lines, files = _Lines(name, data), []
+    lines = _Lines(name, data)
+    files: list[FilePatch] = []
     while lines.peek():
         if not lines.take().startswith(b"diff --git "):
             continue

@@ -27,7 +27,9 @@ def try_wheel(wheel: Path) -> int:
     git("checkout", "-q", "--detach", "upstream")
     git("rm", "-rq", ".")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(TRY / "python", [n for n in archive.namelist() if ".dist-info/" not in n])
+        archive.extractall(
+            TRY / "python", [n for n in archive.namelist() if ".dist-info/" not in n]
+        )
     (TRY / ".git/info/exclude").write_text("*.so\n/python/sglang/_version.py\n")
     git("add", "-A")
     git("commit", "-q", "--allow-empty", "-m", f"upstream {wheel.name}")

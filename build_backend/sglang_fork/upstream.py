@@ -59,7 +59,9 @@ def fetch(*, any_python: bool = False) -> Path:
         raise _explain(output)
     if wheel := stored(any_python=any_python):
         return wheel
-    raise UnavailableError(f"sglang: pip reported success but left no wheel for {_tag()} in {STORE}.")
+    raise UnavailableError(
+        f"sglang: pip reported success but left no wheel for {_tag()} in {STORE}."
+    )
 
 
 def reachable_pip() -> list[str] | None:
@@ -76,16 +78,23 @@ def reachable_pip() -> list[str] | None:
 
 
 def _pip_command() -> list[str]:
-    pip = reachable_pip()
-    if pip is None:
-        raise UnavailableError(
-            f"sglang: the upstream wheel is not in {STORE} and {sys.executable} has no pip to get "
-            f"it with.\n  Run inside a virtual environment, or put the wheel there by hand."
-        )
     return [
-        *pip, "download", "--no-deps", "--require-hashes", "--only-binary", ":all:",
-        "--disable-pip-version-check", "--no-input", "-r", str(PIN), "-d", str(STORE),
+        *(reachable_pip() or _own_pip()), "download", "--no-deps", "--require-hashes",
+        "--only-binary", ":all:", "--disable-pip-version-check", "--no-input",
+        "-r", str(PIN), "-d", str(STORE),
     ]  # fmt: skip
+
+
+def _own_pip() -> list[str]:
+    """A pip in build/, for a system Python that ships its pip as a separate package."""
+    folder = BUILD / "pip-env"
+    made = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True)
+    if made.returncode:
+        raise UnavailableError(
+            f"sglang: the upstream wheel is not in {STORE}, and {sys.executable} has neither pip "
+            "nor venv to get it with.\n  Install one of the two, or put the wheel there by hand."
+        )
+    return [str(folder / "bin" / "python"), "-m", "pip"]
 
 
 def _run_pip(command: list[str]) -> tuple[int, str]:
@@ -106,7 +115,7 @@ def _explain(output: str) -> ForkError:
     what = f"sglang {pin().version}, pinned in {PIN.name}"
     if "DO NOT MATCH THE HASHES" in output:
         return HashMismatchError(
-            f"sglang: hash mismatch: the wheel that pip was given for {what} is not the pinned file.\n"
+            f"sglang: hash mismatch: pip was given another wheel for {what}.\n"
             "  A mirror or a find-links folder serves a changed wheel: see 'Expected' and 'Got' "
             "above, and clear it there (or run `pip cache purge`)."
         )
