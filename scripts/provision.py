@@ -51,7 +51,7 @@ class Environment:
 
     @property
     def notes(self) -> Path:
-        """Ours: its presence means that this script may finish a half-made environment."""
+        """Where stamps, the lock and pip's log lie."""
         return self.folder / ".sglang-rdt"
 
     def ask(self, code: str, *args: str) -> str:
@@ -103,8 +103,8 @@ def main(venv: str) -> None:
 
 def require_usable(env: Environment) -> bool:
     """Whether the environment must be made; SetupError if the folder is somebody else's."""
-    if env.stamp("made") is None and env.notes.exists():
-        return True  # an earlier call was stopped while making it
+    if env.stamp("making") is not None:
+        return True  # an earlier call was stopped in the middle of it
     if env.python.exists():
         wanted = ".".join(map(str, sys.version_info[:2]))
         found = env.ask("import sys; print('%d.%d' % sys.version_info[:2])")
@@ -114,7 +114,7 @@ def require_usable(env: Environment) -> bool:
                 "remove that folder or choose another one with VENV=..."
             )
         return False
-    if env.folder.exists() and any(env.folder.iterdir()):
+    if env.folder.exists() and set(env.folder.iterdir()) - {env.notes}:
         raise SetupError(
             f"{env.folder} is no virtual environment; choose another folder with VENV=..."
         )
@@ -140,12 +140,14 @@ def create(env: Environment) -> None:
             f"{sys.executable} has no venv module; install it "
             f"(often a package named python3.{sys.version_info.minor}-venv)"
         )
+    env.write_stamp("making", "")
     with phase(f"making {env.folder}"):
         command = [sys.executable, "-m", "venv", str(env.folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SetupError(f"{' '.join(command)} failed: {(done.stdout + done.stderr).strip()}")
     env.write_stamp("made", sys.version)
+    (env.notes / "making").unlink()
 
 
 def install_everything(env: Environment) -> None:

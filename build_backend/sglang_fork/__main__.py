@@ -17,7 +17,9 @@ def main() -> int:
     commands.add_parser("refresh", help="rewrite patches/ from the commits in build/tree")
     commands.add_parser("check", help="hold patches/ and the overlay against every rule")
     upgrading = commands.add_parser("try", help="dry run: rebase the series onto another wheel")
-    upgrading.add_argument("wheel", type=Path)
+    upgrading.add_argument(
+        "wheel", type=Path, nargs="?", help="left out: export build/try after solving conflicts"
+    )
     args = parser.parse_args()
     if args.command == "fetch":
         print(upstream.fetch())
@@ -28,7 +30,7 @@ def main() -> int:
     elif args.command == "check":
         return check.run()
     else:
-        return upgrade.try_wheel(args.wheel)
+        return upgrade.try_wheel(args.wheel) if args.wheel else upgrade.export()
     return 0
 
 

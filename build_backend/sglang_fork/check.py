@@ -99,7 +99,7 @@ def exact() -> Iterator[str]:
                 try:
                     compile(data, path, "exec", dont_inherit=True)
                 except SyntaxError as error:
-                    yield f"python/{path}:{error.lineno}: does not compile patched: {error.msg}"
+                    yield f"python/{path}:{error.lineno}: does not compile: {error.msg}"
 
 
 def metadata_fits() -> Iterator[str]:

@@ -24,7 +24,7 @@ from .gitrun import IDENTITY, Git
 from .project import BUILD, PIN, ROOT, load, version_module
 
 TREE = BUILD / "tree"
-_EXCLUDE = "__pycache__/\n*.so\n/python/sglang/_version.py\n"
+EXCLUDE = "__pycache__/\n*.so\n/python/sglang/_version.py\n"
 _HEADING = re.compile(r"^(@@ -[0-9,]+ \+[0-9,]+ @@).*$", re.M)
 
 git = Git(folder=TREE)
@@ -83,8 +83,8 @@ def add_extension_modules(wheel: zipfile.ZipFile) -> None:
         raise TreeError(f"{wheel.filename}: no extension module for this Python ({suffix}).")
 
 
-def exported() -> dict[str, str]:
-    """{patch name: text} for the commits on top of upstream."""
+def exported(git: Git = git) -> dict[str, str]:
+    """{patch name: text} for the commits on top of the tag `upstream`, in build/tree or a copy."""
     out: dict[str, str] = {}
     for commit in git("rev-list", "--reverse", "upstream..HEAD").split():
         name = re.sub(r"[^a-z0-9]+", "-", git("log", "-1", "--format=%s", commit).lower()).strip(
@@ -92,7 +92,7 @@ def exported() -> dict[str, str]:
         )
         if f"{name}.patch" in out:
             raise TreeError(f"two commits of build/tree have the subject of {name!r}; reword one.")
-        out[f"{name}.patch"] = _export(commit)
+        out[f"{name}.patch"] = _export(git, commit)
     return out
 
 
@@ -121,7 +121,7 @@ def refresh() -> list[str]:
     ]
 
 
-def _export(commit: str) -> str:
+def _export(git: Git, commit: str) -> str:
     """One commit as text that depends on nothing but its message and its diff."""
     text = git(
         "format-patch", "-1", "-U1", "--stdout", "--keep-subject", "--no-stat", "--no-signature",
@@ -141,7 +141,7 @@ def _unpack(wheel: zipfile.ZipFile) -> None:
     wheel.extractall(part / "python", [n for n in wheel.namelist() if ".dist-info/" not in n])
     fresh = Git(folder=part)
     fresh("init", "-q", "-b", "fork")
-    (part / ".git/info/exclude").write_text(_EXCLUDE)
+    (part / ".git/info/exclude").write_text(EXCLUDE)
     fresh("add", "-A")
     fresh("commit", "-q", "-m", f"upstream sglang {load().base}")
     fresh("tag", "upstream")
@@ -189,7 +189,7 @@ def _link_overlay(old: tuple[str, ...]) -> tuple[str, ...]:
         if not link.is_symlink() or os.readlink(link) != target:
             link.unlink(missing_ok=True)
             link.symlink_to(target)
-    exclude = _EXCLUDE + "".join(f"/{path}\n" for path in sorted(links))
+    exclude = EXCLUDE + "".join(f"/{path}\n" for path in sorted(links))
     (TREE / ".git/info/exclude").write_text(exclude)
     return tuple(sorted(links))
 

@@ -14,31 +14,51 @@ from .gitrun import Git
 from .project import BUILD
 
 TRY = BUILD / "try"
+SERIES = BUILD / "try-patches"
 
 
 def try_wheel(wheel: Path) -> int:
-    """Rebase onto `wheel` in build/try; print how it went, and return 1 on a conflict."""
+    """Rebase onto `wheel` in build/try and export the result; 1 on a conflict."""
     if not wheel.is_file():
         raise TreeError(f"there is no wheel {str(wheel)!r}.")
     tree.materialise()
     shutil.rmtree(TRY, ignore_errors=True)
     tree.git("clone", "-q", "--no-hardlinks", str(tree.TREE), str(TRY))
     git = Git(folder=TRY)
+    old = git("rev-parse", "upstream").strip()
+    _commit_upstream(git, wheel)
+    try:
+        git("rebase", "-q", "--onto", "upstream", old, "fork")
+    except TreeError as conflict:
+        print(
+            f"{conflict}\nSolve it in {TRY} as git says, then run: "
+            "git rebase --continue, and: scripts/fork try"
+        )
+        return 1
+    return export()
+
+
+def export() -> int:
+    """Write what build/try holds, perhaps after conflicts were solved, as a series."""
+    if not TRY.exists():
+        raise TreeError("there is no build/try yet: name a wheel.")
+    shutil.rmtree(SERIES, ignore_errors=True)
+    SERIES.mkdir()
+    patches = tree.exported(Git(folder=TRY))
+    for name, text in patches.items():
+        (SERIES / name).write_text(text)
+    (SERIES / "series").write_text("".join(f"{name}\n" for name in patches))
+    print(f"The series applies; its {len(patches)} rebased patches are in {SERIES}")
+    return 0
+
+
+def _commit_upstream(git: Git, wheel: Path) -> None:
     git("checkout", "-q", "--detach", "upstream")
     git("rm", "-rq", ".")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(
-            TRY / "python", [n for n in archive.namelist() if ".dist-info/" not in n]
-        )
-    (TRY / ".git/info/exclude").write_text("*.so\n/python/sglang/_version.py\n")
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        archive.extractall(TRY / "python", names)
+    (TRY / ".git/info/exclude").write_text(tree.EXCLUDE)
     git("add", "-A")
     git("commit", "-q", "--allow-empty", "-m", f"upstream {wheel.name}")
-    onto = git("rev-parse", "HEAD").strip()
-    try:
-        git("rebase", "-q", "--onto", onto, "upstream", "fork")
-    except TreeError as conflict:
-        print(f"{conflict}\nSolve it in {TRY} (git status says where), then git rebase --continue.")
-        return 1
-    git("format-patch", "-q", "-U1", "-o", str(BUILD / "try-patches"), onto)
-    print(f"The series applies to {wheel.name}. Rebased patches: {BUILD / 'try-patches'}")
-    return 0
+    git("tag", "-f", "upstream")
