@@ -92,6 +92,13 @@ def test_five_upstream_lines_in_a_row_are_no_copy(fork: Fork) -> None:
     assert fork("check").endswith("check: ok\n")
 
 
+def test_six_sorted_imports_are_no_copy(fork: Fork) -> None:
+    imports = "".join(f"import {name}\n" for name in ("ast", "csv", "json", "os", "re", "sys"))
+    fork.pin(write_wheel(fork.store, FILES | {PLAIN: imports}))
+    fork.overlay("sglang/srt/own.py", imports)
+    assert fork("check").endswith("check: ok\n")
+
+
 def test_a_hunk_that_has_moved(patched: Fork) -> None:
     replace(patched.root / PATCH, r"^@@ -4,3 \+4,3 @@", "@@ -3,3 +3,3 @@")
     said = failed_rule(patched)
