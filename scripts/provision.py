@@ -268,3 +268,5 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except SetupError as error:
         sys.exit(f"setup: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("setup: stopped; call again to go on")

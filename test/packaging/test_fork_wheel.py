@@ -3,6 +3,7 @@
 import base64
 import csv
 import hashlib
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -11,11 +12,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from forkcopy import ACTOR, FILES, Fork
+from forkcopy import ACTOR, FILES, Fork, tag
 
 from sglang_fork.errors import ProjectError
 from sglang_fork.metadata import replace_lines
 
+ROOT = Path(__file__).resolve().parents[2]
 INFO = "sglang-0.5.23+rdt.1.dist-info"
 
 
@@ -177,11 +179,29 @@ def test_an_editable_install_sees_edits_at_once(complete: Fork, environment: Pat
     assert installed_files(environment) == before
 
 
+@pytest.fixture
+def real(empty_store: Fork) -> Fork:
+    """The repository as it is, over the real upstream wheel."""
+    wheels = list((ROOT / "build" / "upstream").glob(f"sglang-*{tag()[:10]}*.whl"))
+    if not wheels:
+        pytest.skip("no upstream wheel is stored: scripts/fork fetch")
+    empty_store.store.mkdir(parents=True)
+    (empty_store.store / wheels[0].name).symlink_to(wheels[0])
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("patches", "python"):
+        if (ROOT / name).exists():
+            shutil.copytree(
+                ROOT / name, empty_store.root / name, ignore=ignored, dirs_exist_ok=True
+            )
+    return empty_store
+
+
 @pytest.mark.slow
-def test_the_real_wheel_installs_and_leaves_nothing(environment: Path, tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
+def test_the_real_wheel_installs_and_leaves_nothing(
+    real: Fork, environment: Path, tmp_path: Path
+) -> None:
     for out in ("a", "b"):
-        pip(Path(sys.executable), "wheel", "--no-deps", "-w", str(tmp_path / out), str(root))
+        pip(Path(sys.executable), "wheel", "--no-deps", "-w", str(tmp_path / out), str(real.root))
     (first,), (second,) = (list((tmp_path / out).iterdir()) for out in ("a", "b"))
     assert first.read_bytes() == second.read_bytes()
     before = installed_files(environment)
