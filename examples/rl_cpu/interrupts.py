@@ -8,13 +8,15 @@ it short is what leaves processes behind.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def interrupt_once() -> None:
-    """Install the handlers; call it again after ``ray.init``, which sets its own for SIGTERM."""
+    """Let the first signal raise."""
     for number in SIGNALS:
         signal.signal(number, _raise_and_ignore_the_rest)
 
@@ -23,6 +25,24 @@ def ignore_interrupts() -> None:
     """For an ending that has begun."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let a signal raise only at the end of the block, which must not be cut in two.
+
+    For ``ray.init``: cut short it leaves processes that ``ray.shutdown`` does not know of, and it
+    sets a handler of its own for SIGTERM, which this replaces.
+    """
+    arrived: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        interrupt_once()
+    if arrived:
+        _raise_and_ignore_the_rest(arrived[0], None)
 
 
 def _raise_and_ignore_the_rest(number: int, frame: FrameType | None) -> None:

@@ -15,9 +15,14 @@ from typing import Any
 
 import psutil
 import ray
+from interrupts import interrupts_deferred
 
-NUM_CPUS = 2
-OBJECT_STORE_BYTES = 256 << 20
+LOCAL_RAY = {
+    "address": "local",  # not one that happens to run on this machine
+    "num_cpus": 2,
+    "object_store_memory": 256 << 20,
+    "include_dashboard": False,
+}
 EXIT_TIMEOUT_SECONDS = 15.0
 
 
@@ -26,16 +31,8 @@ def ray_session(*, stream_logs: bool) -> Iterator[Path]:
     """Yield the session's directory, whose ``logs`` hold what the actors print."""
     joined = os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
     try:
-        if joined:
-            ray.init(log_to_driver=stream_logs)
-        else:
-            ray.init(
-                address="local",  # not one that happens to run on this machine
-                num_cpus=NUM_CPUS,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=stream_logs,
-            )
+        with interrupts_deferred():
+            ray.init(log_to_driver=stream_logs, **({} if joined else LOCAL_RAY))
         yield Path(ray._private.worker._global_node.get_session_dir_path())
     finally:
         descendants = [] if joined else psutil.Process().children(recursive=True)

@@ -86,7 +86,6 @@ class _Run:
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_cpu_")))
             self.report.note("starting Ray")
             session = stack.enter_context(ray_session(stream_logs=self._options.verbose))
-            interrupt_once()
             self.report.note(f"logs of the actors: {session / 'logs'}")
             config = FleetConfig(
                 size=MODEL_SIZES[self._options.model_size],

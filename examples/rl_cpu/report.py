@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 COLUMNS = ("step", "ver", "reward", "loss", "tok/s", "gap", "shift", "sync", "MB", "GB/s", "phases")
-NUMBERS_WIDTH = 66
+NUMBERS_WIDTH = 65
 """Terminal columns that every cell but the phases takes, gaps included."""
 
 PHASE_WIDTH = 12
@@ -50,7 +50,7 @@ def table_row(record: StepRecord, *, keep_phases: int | None = None) -> tuple[st
         str(record.step),
         record.engine_version,
         f"{record.reward:.3f}",
-        f"{record.update.loss:+.4f}",
+        f"{record.update.loss:+.3f}",
         f"{record.tokens_per_second:,.0f}",
         f"{record.update.gap:.1e}",
         f"{record.update.shift:.1e}",

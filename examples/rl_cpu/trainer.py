@@ -36,7 +36,7 @@ class TrainerConfig:
     device: str
     max_grad_norm: float = 1.0
     num_threads: int = 1
-    """A second OpenMP thread spins while it waits: on a busy machine it costs more than it gives."""
+    """A second OpenMP thread spins while waiting: on a busy machine it costs more than it gives."""
 
 
 class Publisher(Protocol):

@@ -36,7 +36,7 @@ STEP = StepRecord(
 def test_a_table_row_has_a_cell_for_each_column():
     row = table_row(STEP)
     assert len(row) == len(COLUMNS)
-    assert row[:5] == ("3", "3", "0.250", "-0.0100", "1,234")
+    assert row[:5] == ("3", "3", "0.250", "-0.010", "1,234")
     assert row[-1] == "pause 1.0 wire 20.0 verify 3.5 resume 0.5"
 
 
