@@ -1,0 +1,111 @@
+"""The verbs that a SchedulerActor gains: thin, each one calls `weight_sync.receiver`.
+
+Mixed into upstream's actor class by a patch, because `@ray.remote` wraps it where it is defined. They run in concurrency
+groups of their own, so none of them ever waits behind the event loop; without `--enable-rdt-weight-sync` they refuse.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.receiver import DEFAULT_PULL_DEADLINE_S, PullReport, WeightReceiver
+from sglang.srt.ray.weight_sync.shards import ShardPlan
+
+# Ray takes both of these on the decorator only: `.options()` refuses concurrency groups, and with
+# `.options(enable_tensor_transport=True)` the transport's own group is missing (ray 2.60, actor.py).
+SCHEDULER_ACTOR_OPTIONS: dict[str, Any] = {
+    "enable_tensor_transport": True,
+    "concurrency_groups": {"event_loop": 1, "control": 4, "weights": 1},
+}
+
+
+def bind_rank_device(gpu_id: int) -> None:
+    """Make this thread use the rank's device. CUDA's current device belongs to the thread; a CPU has none."""
+    import torch
+
+    from sglang.srt.runtime_context import get_device
+
+    if get_device().device != "cpu":
+        torch.get_device_module().set_device(gpu_id)
+
+
+class SchedulerActorVerbs:
+    """What a trainer calls on a rank. Every method may be called at any time, from any job of the cluster."""
+
+    scheduler: Any
+    _tp_rank: int
+    _pp_rank: int
+    _receiver_lock = threading.Lock()
+    _receiver: WeightReceiver | None = None
+
+    @ray.method(concurrency_group="control")
+    def weight_layout(self) -> WeightLayout:
+        """Names, shapes and dtypes of this rank's parameters (`.entries`), and their `.fingerprint`."""
+        return self._weight_receiver().layout()
+
+    @ray.method(concurrency_group="control")
+    def plan_weights(self, manifest: Sequence[TensorSpec]) -> ShardPlan:
+        """Which elements of these Hugging Face tensors each parameter of this rank takes."""
+        return self._weight_receiver().plan(manifest)
+
+    @ray.method(concurrency_group="weights")
+    def register_weight_for_rdt(self) -> dict[str, Any]:
+        """Pin every parameter with NIXL, once. With the memory saver on it does nothing and says why.
+
+        Returns:
+            `{"registered": True, "tensors": n, "regions": n}` or `{"registered": False, "reason": text}`.
+        """
+        return self._weight_receiver().register()
+
+    @ray.method(concurrency_group="weights")
+    def pull_weights(self, refs: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+        """Pull tensors straight into the parameters called `names`, unverified.
+
+        Args:
+            refs: RDT refs in a list (so that Ray hands them over unresolved), each to a list of contiguous tensors.
+            names: parameter names over all refs, in order; any subset of the layout's.
+
+        Returns:
+            `{"bytes": n, "seconds": s}`.
+
+        Raises:
+            SessionNotOpenError, GenerationNotPausedError, WeightNameError, WeightMismatchError: nothing was written.
+            DeadlineExceededError, TransferError: the named parameters must be taken as torn.
+        """
+        report = self._weight_receiver().pull(refs, names)
+        return {"bytes": report.total_bytes, "seconds": report.wire_seconds}
+
+    @ray.method(concurrency_group="weights")
+    def commit_weights(
+        self,
+        refs: Sequence[Any],
+        names: Sequence[str],
+        digests: Mapping[str, str],
+        deadline_s: float = DEFAULT_PULL_DEADLINE_S,
+    ) -> PullReport:
+        """What a `WeightPublisher` calls: pull as `pull_weights` does, then compare every tensor's digest."""
+        return self._weight_receiver().pull(refs, names, digests=digests, deadline_s=deadline_s)
+
+    def _weight_receiver(self) -> WeightReceiver:
+        from sglang.srt.runtime_context import get_device, get_exec, get_parallel
+
+        bind_rank_device(get_device().gpu_id)
+        with self._receiver_lock:
+            if self._receiver is None:
+                if not get_device().enable_rdt_weight_sync:
+                    raise WeightSyncDisabledError(
+                        "this engine was started without weight sync; start it with --enable-rdt-weight-sync "
+                        "(ServerArgs(enable_rdt_weight_sync=True))"
+                    )
+                self._receiver = WeightReceiver(
+                    self.scheduler,
+                    rank=self._pp_rank * get_parallel().tp_size + self._tp_rank,
+                    pins_allowed=not get_exec().features.enable_memory_saver,
+                )
+            return self._receiver

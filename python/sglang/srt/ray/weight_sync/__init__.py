@@ -1,0 +1,42 @@
+"""Weights from a trainer into live engines, verified: who does what.
+
+`WeightPublisher` (trainer) plans with `shards`, fills `buckets` and drives every engine through `control.EngineControl`;
+`receiver.WeightReceiver` (each rank) pulls into its own parameters and checks `digest`s. Nothing here knows HTTP: that is `sglang.srt.ray.engine_control`.
+"""
+
+from sglang.srt.ray.weight_sync.control import EngineControl
+from sglang.srt.ray.weight_sync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    EngineRequestError,
+    GenerationNotPausedError,
+    SessionNotOpenError,
+    TransferError,
+    WeightMismatchError,
+    WeightNameError,
+    WeightSyncDisabledError,
+    WeightSyncError,
+)
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.publisher import WeightPublisher
+from sglang.srt.ray.weight_sync.receiver import PullReport
+from sglang.srt.ray.weight_sync.report import SyncReport
+
+__all__ = [
+    "DeadlineExceededError",
+    "DigestMismatchError",
+    "EngineControl",
+    "EngineRequestError",
+    "GenerationNotPausedError",
+    "PullReport",
+    "SessionNotOpenError",
+    "SyncReport",
+    "TensorSpec",
+    "TransferError",
+    "WeightLayout",
+    "WeightMismatchError",
+    "WeightNameError",
+    "WeightPublisher",
+    "WeightSyncDisabledError",
+    "WeightSyncError",
+]

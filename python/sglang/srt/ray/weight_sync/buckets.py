@@ -1,0 +1,119 @@
+"""Registered memory on the trainer that holds one rank's parameters, ready to be read.
+
+A bucket is one allocation, registered with NIXL once and filled again for every version; the rank's parameters are views
+into it. Few large regions cost far less than many small ones (10,000 views took 10 s to register, one region of 2 GB
+10 ms, says Ray's documentation), and views keep each tensor its own target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.ray.weight_sync import transports
+from sglang.srt.ray.weight_sync.digest import algorithm_for, tensor_digest
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, dtype_of
+from sglang.srt.ray.weight_sync.shards import ShardPlan
+
+_ALIGNMENT = 64  # a cache line; also what every dtype's view needs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """What one rank is told: refs of lists of tensors, their names in order, and each one's digest."""
+
+    refs: list[Any]
+    names: list[str]
+    digests: dict[str, str]
+
+
+class RankBuckets:
+    """The buckets that feed every rank with this layout and plan."""
+
+    def __init__(
+        self, *, layout: WeightLayout, plan: ShardPlan, bucket_bytes: int, device: str = "cpu"
+    ) -> None:
+        """Allocates and registers the buckets: as many bytes as the rank's parameters have.
+
+        Args:
+            bucket_bytes: the most that one bucket holds; a parameter that is bigger has a bucket of its own.
+            device: where the buckets live.
+        """
+        self.layout = layout
+        self.plan = plan
+        self._algorithm = algorithm_for([layout.device, torch.device(device).type])
+        self._memory: list[torch.Tensor] = []
+        self._groups: list[dict[str, torch.Tensor]] = []
+        for specs, size in _grouped(layout.entries, bucket_bytes):
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            transports.pin(memory)
+            self._memory.append(memory)
+            self._groups.append(dict(_views(memory, specs)))
+        self._digests: dict[str, str] = {}
+
+    def serves(self, layout: WeightLayout, plan: ShardPlan) -> bool:
+        """Whether a rank with this layout and plan can read these buckets."""
+        return self.layout == layout and self.plan.targets == plan.targets
+
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy the plan's elements out of the manifest's tensors and compute the digests of what then stands here.
+
+        Args:
+            sources: in the manifest's order; any dtype and device, contiguous or not.
+        """
+        flat: dict[int, torch.Tensor] = {}
+        for group in self._groups:
+            for name, view in group.items():
+                for run in self.plan.targets[name]:
+                    if run.source not in flat:
+                        flat[run.source] = sources[run.source].contiguous().view(-1)
+                    run.copy_elements(flat[run.source], view.view(-1))
+                self._digests[name] = tensor_digest(view, self._algorithm)
+
+    def publish(self) -> Published:
+        """Refs to the filled buckets. Their memory must not change until every rank has read it."""
+        return Published(
+            refs=[transports.put(list(group.values())) for group in self._groups],
+            names=[name for group in self._groups for name in group],
+            digests=dict(self._digests),
+        )
+
+    def release(self) -> None:
+        for memory in self._memory:
+            transports.unpin(memory)
+        self._memory.clear()
+        self._groups.clear()
+
+
+def _grouped(
+    specs: Sequence[TensorSpec], bucket_bytes: int
+) -> Iterator[tuple[list[TensorSpec], int]]:
+    """Consecutive tensors that fit into one bucket, with the bytes that it needs."""
+    group: list[TensorSpec] = []
+    used = 0
+    for spec in specs:
+        size = _aligned(spec.num_bytes)
+        if group and used + size > bucket_bytes:
+            yield group, used
+            group, used = [], 0
+        group.append(spec)
+        used += size
+    if group:
+        yield group, used
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    offset = 0
+    for spec in specs:
+        yield (
+            spec.name,
+            memory[offset : offset + spec.num_bytes].view(dtype_of(spec.dtype)).view(spec.shape),
+        )
+        offset += _aligned(spec.num_bytes)

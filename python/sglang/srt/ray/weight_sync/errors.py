@@ -1,0 +1,81 @@
+"""Typed errors of a weight sync, each naming the engine, rank, tensor and phase that it concerns.
+
+A caller tells kinds apart by class, never by parsing text. All of them survive a trip through Ray (plain exceptions
+with keyword arguments do not unpickle), where they arrive as an instance of their own class and of `RayTaskError`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WeightSyncError(RuntimeError):
+    """A weight sync could not go on. `engine`, `rank`, `tensor` and `phase` are None where they don't apply."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        engine: str | None = None,
+        rank: int | None = None,
+        tensor: str | None = None,
+        phase: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.engine = engine
+        self.rank = rank
+        self.tensor = tensor
+        self.phase = phase
+
+    def __str__(self) -> str:
+        where = [
+            f"{name}={value!r}"
+            for name, value in vars(self).items()
+            if name in ("engine", "rank", "tensor", "phase") and value is not None
+        ]
+        return f"{self.message} [{', '.join(where)}]" if where else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        places = {name: getattr(self, name, None) for name in ("engine", "rank", "tensor", "phase")}
+        return _rebuild, (type(self), self.message, places)
+
+
+def _rebuild(kind: type[WeightSyncError], message: str, places: dict[str, Any]) -> WeightSyncError:
+    return kind(message, **places)
+
+
+class WeightSyncDisabledError(WeightSyncError):
+    """The engine was started without `--enable-rdt-weight-sync`."""
+
+
+class SessionNotOpenError(WeightSyncError):
+    """Bytes may land only between `begin_weight_update` and `end_weight_update`."""
+
+
+class GenerationNotPausedError(WeightSyncError):
+    """Bytes may land only while generation is paused (in any mode)."""
+
+
+class WeightNameError(WeightSyncError, ValueError):
+    """Unknown, duplicate, missing or miscounted tensor names. Nothing was written."""
+
+
+class WeightMismatchError(WeightSyncError, ValueError):
+    """A source tensor's shape or dtype differs from its target's. Nothing was written."""
+
+
+class TransferError(WeightSyncError):
+    """The transport failed, or delivered elsewhere than into the target. The targets must be taken as torn."""
+
+
+class DigestMismatchError(WeightSyncError):
+    """Bytes arrived that differ from those that were sent. The targets must be taken as torn."""
+
+
+class EngineRequestError(WeightSyncError):
+    """The engine answered a control request with an error; its text is in the message."""
+
+
+class DeadlineExceededError(WeightSyncError, TimeoutError):
+    """A wait ended without an answer; the message names who was waited for and how long."""

@@ -1,0 +1,301 @@
+"""The engine side of a weight sync, one per rank: pin parameters, pull into them, prove what arrived.
+
+A pull writes straight into live parameters, so it is refused unless a weight session is open and generation is
+paused; everything that can be checked is checked before its first byte moves, and its success is proved by address
+afterwards. The publisher's counterpart is `publisher.py`; neither knows of HTTP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.ray.weight_sync import transports
+from sglang.srt.ray.weight_sync.digest import tensor_digest
+from sglang.srt.ray.weight_sync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    GenerationNotPausedError,
+    SessionNotOpenError,
+    TransferError,
+    WeightMismatchError,
+    WeightNameError,
+)
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, dtype_name
+from sglang.srt.ray.weight_sync.shards import ShardPlan, trace_shard_plan
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PULL_DEADLINE_S = 60.0
+_PAUSED_YIELD_S = 0.002
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PullReport:
+    """What one rank's pull moved and how long it took (seconds, bytes)."""
+
+    rank: int
+    total_bytes: int
+    wire_seconds: float
+    verify_seconds: float
+    verified: bool
+
+
+class WeightReceiver:
+    """Pulls weights into the parameters of one scheduler's model.
+
+    Called by the verbs of its SchedulerActor on threads of the actor's concurrency groups; the scheduler's event loop
+    runs on another thread of the same process, paused while bytes land.
+    """
+
+    def __init__(self, scheduler: Any, *, rank: int, pins_allowed: bool = True) -> None:
+        """Args:
+        scheduler: the live `Scheduler` of this process.
+        rank: this rank's index in the engine, for errors and reports.
+        pins_allowed: False with the memory saver on, whose releases move memory from under a pin.
+        """
+        self._scheduler = scheduler
+        self._rank = rank
+        self._pins_allowed = pins_allowed
+        self._pinned: list[torch.Tensor] = []
+        self._pull_lock = threading.Lock()
+        self._yield_while_pulling()
+
+    # Layout and plan
+
+    def layout(self) -> WeightLayout:
+        return WeightLayout.of_model(self._model())
+
+    def plan(self, manifest: Sequence[TensorSpec]) -> ShardPlan:
+        """Which elements of the manifest's tensors each parameter takes; generation may go on meanwhile."""
+        return trace_shard_plan(self._model(), manifest, self.layout().fingerprint)
+
+    # Pins
+
+    def register(self) -> dict[str, Any]:
+        """Pin every parameter with NIXL, once. With the memory saver on, do nothing and say so.
+
+        Raises:
+            WeightMismatchError: a parameter is not contiguous, so it can't be a target.
+        """
+        if not self._pins_allowed:
+            return {
+                "registered": False,
+                "reason": "the memory saver is on: a pin would outlive the memory that sleep releases, "
+                "so every pull pins its targets for its own duration",
+            }
+        targets = self._parameters()
+        self._check_contiguous(targets)
+        by_storage = {p.untyped_storage().data_ptr(): p for p in targets.values()}
+        pinned = {p.untyped_storage().data_ptr() for p in self._pinned}
+        for address, parameter in by_storage.items():
+            if address not in pinned:
+                transports.pin(parameter)
+                self._pinned.append(parameter)
+        return {"registered": True, "tensors": len(targets), "regions": len(self._pinned)}
+
+    # Pull
+
+    def pull(
+        self,
+        refs: Sequence[Any],
+        names: Sequence[str],
+        *,
+        digests: Mapping[str, str] | None = None,
+        deadline_s: float = DEFAULT_PULL_DEADLINE_S,
+    ) -> PullReport:
+        """Pull the tensors of `refs`, in order, into the parameters called `names`.
+
+        Args:
+            refs: RDT ObjectRefs of lists of contiguous tensors; `names` runs over all of them in order.
+            digests: what each name's bytes must have as digest afterwards; None leaves the pull unverified.
+            deadline_s: for the whole pull, in seconds.
+
+        Raises:
+            SessionNotOpenError, GenerationNotPausedError: bytes may not land now. Nothing was written.
+            WeightNameError, WeightMismatchError: names, counts, shapes or dtypes don't fit. Nothing was written.
+            DeadlineExceededError, TransferError, DigestMismatchError: take the targets as torn.
+        """
+        deadline = time.monotonic() + deadline_s
+        if not self._pull_lock.acquire(timeout=deadline_s):
+            raise DeadlineExceededError(
+                f"another pull into this rank was still running after {deadline_s:g} s",
+                rank=self._rank,
+                phase="wire",
+            )
+        try:
+            self._check_writable()
+            targets = self._targets(names)
+            counts = self._check_sources(refs, names, targets, deadline)
+            return self._pull_into(refs, names, targets, counts, digests, deadline)
+        finally:
+            self._pull_lock.release()
+
+    def _pull_into(
+        self,
+        refs: Sequence[Any],
+        names: Sequence[str],
+        targets: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        digests: Mapping[str, str] | None,
+        deadline: float,
+    ) -> PullReport:
+        started = time.perf_counter()
+        self._fetch(refs, names, targets, counts, deadline)
+        wired = time.perf_counter()
+        if digests is not None:
+            for name, target in zip(names, targets, strict=True):
+                self._verify(name, target, digests)
+        return PullReport(
+            rank=self._rank,
+            total_bytes=sum(t.numel() * t.element_size() for t in targets),
+            wire_seconds=wired - started,
+            verify_seconds=time.perf_counter() - wired,
+            verified=digests is not None,
+        )
+
+    def _fetch(
+        self,
+        refs: Sequence[Any],
+        names: Sequence[str],
+        targets: Sequence[torch.Tensor],
+        counts: Sequence[int],
+        deadline: float,
+    ) -> None:
+        # `targets` is held by the caller until the end: Ray keeps weak references and drops dead ones in silence.
+        ends = list(itertools.accumulate(counts))
+        grouped = [targets[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        remaining = deadline - time.monotonic()
+        try:
+            arrived = transports.fetch_into(refs, grouped, timeout_s=max(remaining, 0.0))
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"the source did not deliver {len(names)} tensor(s) ({names[0]!r} ... {names[-1]!r}) in time: {error}",
+                rank=self._rank,
+                phase="wire",
+            ) from error
+        except transports.TRANSPORT_ERRORS as error:
+            raise TransferError(
+                f"the transfer of {len(names)} tensor(s) ({names[0]!r} ... {names[-1]!r}) failed: {error}",
+                rank=self._rank,
+                phase="wire",
+            ) from error
+        for name, target, tensor in zip(names, targets, arrived, strict=True):
+            if tensor.data_ptr() != target.data_ptr() or tensor.device != target.device:
+                raise TransferError(
+                    f"{name!r} arrived at address {tensor.data_ptr():#x} on {tensor.device}, not in the parameter at "
+                    f"{target.data_ptr():#x} on {target.device}",
+                    rank=self._rank,
+                    tensor=name,
+                    phase="wire",
+                )
+
+    def _verify(self, name: str, target: torch.Tensor, digests: Mapping[str, str]) -> None:
+        expected = digests[name]
+        found = tensor_digest(target, expected.partition(":")[0])
+        if found != expected:
+            raise DigestMismatchError(
+                f"{name!r} does not hold what was sent: source {expected}, here {found}",
+                rank=self._rank,
+                tensor=name,
+                phase="verify",
+            )
+
+    # Checks before the first byte
+
+    def _check_writable(self) -> None:
+        if not self._scheduler._engine_paused:
+            raise GenerationNotPausedError(
+                "generation is running: call pause_generation (any mode) before weights are pulled",
+                rank=self._rank,
+            )
+        if self._scheduler.weight_updater._session is None:
+            raise SessionNotOpenError(
+                "no weight session is open: call begin_weight_update before weights are pulled",
+                rank=self._rank,
+            )
+
+    def _targets(self, names: Sequence[str]) -> list[torch.Tensor]:
+        parameters = self._parameters()
+        if unknown := sorted(set(names) - set(parameters)):
+            raise WeightNameError(
+                f"unknown weight name(s) {unknown!r}; weight_layout() lists them", rank=self._rank
+            )
+        if duplicate := sorted({name for name in names if names.count(name) > 1}):
+            raise WeightNameError(
+                f"weight name(s) given more than once: {duplicate!r}", rank=self._rank
+            )
+        chosen = {name: parameters[name] for name in names}
+        self._check_contiguous(chosen)
+        return list(chosen.values())
+
+    def _check_contiguous(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in parameters.items():
+            if not parameter.is_contiguous():
+                raise WeightMismatchError(
+                    f"{name!r} is not contiguous (strides {parameter.stride()!r}), so bytes can't land in it",
+                    rank=self._rank,
+                    tensor=name,
+                )
+
+    def _check_sources(
+        self,
+        refs: Sequence[Any],
+        names: Sequence[str],
+        targets: Sequence[torch.Tensor],
+        deadline: float,
+    ) -> list[int]:
+        """Compare what the refs hold with the targets; returns how many tensors each ref holds."""
+        try:
+            sources = [
+                transports.described(ref, timeout_s=max(deadline - time.monotonic(), 0.0))
+                for ref in refs
+            ]
+        except TimeoutError as error:
+            raise DeadlineExceededError(str(error), rank=self._rank, phase="stage") from error
+        total = sum(len(source) for source in sources)
+        if total != len(names):
+            raise WeightNameError(
+                f"{len(refs)} ref(s) hold {total} tensor(s), but {len(names)} name(s) were given",
+                rank=self._rank,
+            )
+        flat = [entry for source in sources for entry in source]
+        for name, target, (shape, dtype) in zip(names, targets, flat, strict=True):
+            if tuple(shape) != tuple(target.shape) or dtype != target.dtype:
+                raise WeightMismatchError(
+                    f"{name!r}: the source has shape {tuple(shape)!r} and dtype {dtype_name(dtype)!r}, the parameter "
+                    f"{tuple(target.shape)!r} and {dtype_name(target.dtype)!r}",
+                    rank=self._rank,
+                    tensor=name,
+                )
+        return [len(source) for source in sources]
+
+    # The scheduler
+
+    def _model(self) -> torch.nn.Module:
+        return self._scheduler.tp_worker.model_runner.model
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self._model().named_parameters()}
+
+    def _yield_while_pulling(self) -> None:
+        """Let the paused event loop sleep between polls while a pull runs.
+
+        It spins otherwise, and the two threads then fight for the interpreter lock: a pull of 3 MB took several times
+        as long. The loop still answers control messages, at most `_PAUSED_YIELD_S` later.
+        """
+        record = self._scheduler._record_scheduler_state_for_paused_engine
+
+        def record_and_yield() -> None:
+            record()
+            if self._pull_lock.locked():
+                time.sleep(_PAUSED_YIELD_S)
+
+        self._scheduler._record_scheduler_state_for_paused_engine = record_and_yield

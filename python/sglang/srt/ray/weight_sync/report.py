@@ -1,0 +1,94 @@
+"""What one weight sync cost: bytes, seconds and GB/s by phase, and the version that the fleet then serves.
+
+A report is made only by a sync that succeeded everywhere; a failed one raises. It prints as a table and as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sglang.srt.ray.weight_sync.receiver import PullReport
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PHASES = (
+    "plan",
+    "stage",
+    "pause",
+    "begin",
+    "wire",
+    "verify",
+    "control",
+    "end",
+    "flush",
+    "version",
+    "resume",
+)
+"""In the order in which they happen; `wire` and `verify` are the slowest rank's, `control` is what the call to the ranks
+took beyond them. Between `pause` and `resume` (both included) generation stands still."""
+
+_PAUSED_PHASES = PHASES[PHASES.index("pause") :]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """One successful sync of all engines to `version`. Seconds and bytes; GB are 1e9 bytes."""
+
+    version: str
+    staging: str
+    pause_mode: str
+    verified: bool
+    """Whether every byte's digest was compared with its source's before generation went on."""
+    phase_seconds: Mapping[str, float]
+    ranks: Mapping[str, tuple[PullReport, ...]]
+    """Engine name -> one report per rank."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that landed, over all ranks of all engines."""
+        return sum(report.total_bytes for reports in self.ranks.values() for report in reports)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.phase_seconds.values())
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long generation stood still, as seen by the publisher."""
+        return sum(self.phase_seconds.get(phase, 0.0) for phase in _PAUSED_PHASES)
+
+    @property
+    def wire_gigabytes_per_second(self) -> float:
+        """All bytes over the slowest rank's transfer time."""
+        return self.total_bytes / self.phase_seconds["wire"] / 1e9
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        fields |= {
+            "total_bytes": self.total_bytes,
+            "total_seconds": self.total_seconds,
+            "pause_seconds": self.pause_seconds,
+            "wire_gigabytes_per_second": self.wire_gigabytes_per_second,
+        }
+        return json.dumps(fields)
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        verified = "verified" if self.verified else "UNVERIFIED"
+        table = Table(
+            title=f"version {self.version!r}: {self.total_bytes / 1e6:.1f} MB, {verified}"
+        )
+        table.add_column("phase")
+        table.add_column("ms", justify="right")
+        for phase in PHASES:
+            if phase in self.phase_seconds:
+                table.add_row(phase, f"{self.phase_seconds[phase] * 1e3:.1f}")
+        table.add_row("total", f"{self.total_seconds * 1e3:.1f}", style="bold")
+        table.add_row("paused", f"{self.pause_seconds * 1e3:.1f}", style="bold")
+        table.add_row("wire GB/s", f"{self.wire_gigabytes_per_second:.2f}")
+        return table
