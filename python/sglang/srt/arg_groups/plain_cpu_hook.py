@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.utils import is_cpu
 
 DEFAULT_MAX_TOTAL_TOKENS = 32768

@@ -1,7 +1,8 @@
 """The verbs that a SchedulerActor gains: thin, each one calls `weight_sync.receiver`.
 
-Mixed into upstream's actor class by a patch, because `@ray.remote` wraps it where it is defined. They run in concurrency
-groups of their own, so none of them ever waits behind the event loop; without `--enable-rdt-weight-sync` they refuse.
+Mixed into upstream's actor class by a patch, because `@ray.remote` wraps it where it is defined. They run in
+concurrency groups of their own, so none of them ever waits behind the event loop; without
+`--enable-rdt-weight-sync` they refuse.
 """
 
 from __future__ import annotations

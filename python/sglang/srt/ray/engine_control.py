@@ -13,6 +13,7 @@ from typing import Any
 
 import requests
 
+from sglang.srt.ray.weight_sync.control import PauseMode
 from sglang.srt.ray.weight_sync.errors import DeadlineExceededError, EngineRequestError
 
 
@@ -48,7 +49,7 @@ class HttpEngineControl:
     def actors(self) -> Sequence[Any]:
         return self._actors
 
-    def pause(self, mode: str, *, timeout_s: float) -> None:
+    def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         self._post("pause_generation", {"mode": mode}, timeout_s)
 
     def begin(self, *, timeout_s: float) -> None:
@@ -84,7 +85,8 @@ class HttpEngineControl:
             ) from error
         if answer.status_code != requests.codes.ok:
             raise EngineRequestError(
-                f"POST {self._url}/{path} with {body!r} was refused with status {answer.status_code}: {answer.text.strip()}",
+                f"POST {self._url}/{path} with {body!r} was refused with status {answer.status_code}: "
+                f"{answer.text.strip()}",
                 engine=self._name,
             )
 
@@ -108,7 +110,7 @@ class LocalEngineControl:
     def actors(self) -> Sequence[Any]:
         return self._engine._scheduler_init_result.scheduler_actors
 
-    def pause(self, mode: str, *, timeout_s: float) -> None:
+    def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._run(

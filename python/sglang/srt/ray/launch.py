@@ -55,7 +55,10 @@ class LaunchedEngine:
         return self.scheduler_init_result.scheduler_actors
 
     def shutdown(self) -> None:
-        """End the HTTP server, the ranks, the detokenizer and an own placement group; nothing else. May be called twice."""
+        """End the HTTP server, the ranks, the detokenizer and an own placement group; nothing else.
+
+        May be called twice.
+        """
         with self._ended:
             if (stop_server := self.tokenizer_manager._server_stop_hook) is not None:
                 stop_server()
@@ -63,7 +66,10 @@ class LaunchedEngine:
 
 
 def end_launched(subprocess_watchdog: Any, scheduler_init_result: RankActors) -> None:
-    """End what a launch started, and only that: upstream's shutdown kills every child of the process, Ray's included."""
+    """End what a launch started, and only that.
+
+    Upstream's shutdown kills every child of the process, those that Ray started included.
+    """
     if subprocess_watchdog is not None:
         subprocess_watchdog.stop()
     scheduler_init_result.end()
@@ -86,17 +92,22 @@ def launch_engine(server_args: ServerArgs, *, placement_group: Any | None = None
     from sglang.srt.ray.engine import RayEngine
 
     with ended_on_failure():
-        launched = RayEngine._launch_subprocesses(
+        launched: Any = RayEngine._launch_subprocesses(
             server_args,
             init_tokenizer_manager_func=RayEngine.init_tokenizer_manager_func,
             run_scheduler_process_func=RayEngine.run_scheduler_process_func,
             run_detokenizer_process_func=RayEngine.run_detokenizer_process_func,
             placement_group=placement_group,
         )
-    names = [
-        field.name for field in dataclasses.fields(LaunchedEngine) if not field.name.startswith("_")
-    ]
-    return LaunchedEngine(**dict(zip(names, launched, strict=True)))
+    manager, templates, ports, ranks, watchdog, weight_caches = launched
+    return LaunchedEngine(
+        tokenizer_manager=manager,
+        template_manager=templates,
+        port_args=ports,
+        scheduler_init_result=ranks,
+        subprocess_watchdog=watchdog,
+        weight_cache_daemon_procs=weight_caches,
+    )
 
 
 def serve_http(engine: LaunchedEngine, server_args: ServerArgs) -> None:

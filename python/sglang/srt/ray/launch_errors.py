@@ -1,7 +1,7 @@
 """One clear error for a `launch_server --ray` that can't start, where upstream prints a traceback of 60 lines.
 
-Stands apart from `server_process.py` because upstream's launcher imports it before it knows whether Ray is wanted, so it
-may need nothing that is not there without Ray.
+Stands apart from `server_process.py` because upstream's launcher imports it before it knows whether Ray is wanted, so
+it may need nothing that is not there without Ray.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def check_before_launch(server_args: Any) -> None:
         path
     ).expanduser().exists():
         raise ValueError(f"model path {path!r} does not exist")
-    if not is_port_available(server_args.port):
+    if not is_port_available(server_args.port):  # type: ignore[no-untyped-call]
         raise ValueError(f"port {server_args.port!r} is in use; choose another one with --port")

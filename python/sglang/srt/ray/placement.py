@@ -13,6 +13,7 @@ import contextvars
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -138,7 +139,7 @@ def _relevant(resources: dict[str, float], group: PlacementGroup) -> dict[str, f
     return {name: resources.get(name, 0.0) for name in sorted(wanted)}
 
 
-def _table(group: PlacementGroup) -> dict:
+def _table(group: PlacementGroup) -> dict[str, Any]:
     return placement_group_table(group)
 
 

@@ -1,7 +1,7 @@
 """The SchedulerActors of one engine: make them on their bundles, wait until all are ready, watch them, end them.
 
-Upstream creates actors inside `RayEngine._launch_scheduler_processes`, for GPU bundles only, waits without a deadline and
-never awaits their event loops; this module is what that function's seam calls. `launch.py` builds an engine on top.
+Upstream creates actors inside `RayEngine._launch_scheduler_processes`, for GPU bundles only, waits without a deadline
+and never awaits their event loops; this module is what that function's seam calls. `launch.py` builds an engine on top.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def _create_actor(
     device: str,
 ) -> Any:
     group = chosen.group
-    return SchedulerActor.options(
+    actor_class: Any = SchedulerActor  # wrapped by @ray.remote, which type checkers do not see
+    return actor_class.options(
         name=scheduler_actor_name(group.id.hex(), bundle, spec),
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=bundle

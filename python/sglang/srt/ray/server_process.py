@@ -1,8 +1,8 @@
 """`launch_server --ray` as a process: find or start Ray, launch, serve, and leave nothing behind.
 
-The main thread only waits for a signal, a dead rank or the end of the server, so the engine is launched and served just as
-in a caller's own actor (`launch.py`), and one bounded path ends it whatever the reason. Upstream's own shutdown drains in
-5 s steps without a limit and kills every child of the process.
+The main thread only waits for a signal, a dead rank or the end of the server, so the engine is launched and served just
+as in a caller's own actor (`launch.py`), and one bounded path ends it whatever the reason. Upstream's own shutdown
+drains in 5 s steps without a limit and kills every child of the process.
 """
 
 from __future__ import annotations

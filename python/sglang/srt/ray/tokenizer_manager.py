@@ -1,7 +1,8 @@
 """The tokenizer manager of an engine that takes part in weight syncs: its pauses reach the scheduler in every mode.
 
 Upstream's default pause, `abort`, ends all requests but never tells the scheduler, so nothing there could know whether
-bytes may land; here it is followed by a pause that does. Engines without `--enable-rdt-weight-sync` keep upstream's class.
+bytes may land; here it is followed by a pause that does. Engines without `--enable-rdt-weight-sync` keep upstream's
+class.
 """
 
 from __future__ import annotations
@@ -28,5 +29,5 @@ class WeightSyncTokenizerManager(TokenizerManager):
 
 def init_ray_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """What RayEngine calls in place of upstream's `init_tokenizer_manager`."""
-    chosen = WeightSyncTokenizerManager if get_device().enable_rdt_weight_sync else None
+    chosen: Any = WeightSyncTokenizerManager if get_device().enable_rdt_weight_sync else None
     return init_tokenizer_manager(server_args, port_args, chosen)

@@ -1,7 +1,8 @@
 """Weights from a trainer into live engines, verified: who does what.
 
-`WeightPublisher` (trainer) plans with `shards`, fills `buckets` and drives every engine through `control.EngineControl`;
-`receiver.WeightReceiver` (each rank) pulls into its own parameters and checks `digest`s. Nothing here knows HTTP: that is `sglang.srt.ray.engine_control`.
+`WeightPublisher` (trainer) plans with `shards`, fills `buckets` and drives every engine through
+`control.EngineControl`; `receiver.WeightReceiver` (each rank) pulls into its own parameters and checks `digest`s.
+Nothing here knows HTTP: that is `sglang.srt.ray.engine_control`.
 """
 
 from sglang.srt.ray.weight_sync.control import EngineControl

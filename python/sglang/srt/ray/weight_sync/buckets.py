@@ -1,8 +1,8 @@
 """Registered memory on the trainer that holds one rank's parameters, ready to be read.
 
-A bucket is one allocation, registered with NIXL once and filled again for every version; the rank's parameters are views
-into it. Few large regions cost far less than many small ones (10,000 views took 10 s to register, one region of 2 GB
-10 ms, says Ray's documentation), and views keep each tensor its own target.
+A bucket is one allocation, registered with NIXL once and filled again for every version; the rank's parameters are
+views into it. Few large regions cost far less than many small ones (Ray's documentation: 10,000 views took 10 s to
+register, one region of 2 GB 10 ms), and views keep each tensor its own target.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-PAUSE_MODES = ("abort", "retract", "in_place")
+PauseMode = Literal["abort", "retract", "in_place"]
+PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class EngineControl(Protocol):
@@ -27,7 +28,7 @@ class EngineControl(Protocol):
     def actors(self) -> Sequence[Any]:
         """Handles of the engine's SchedulerActors, in rank order."""
 
-    def pause(self, mode: str, *, timeout_s: float) -> None:
+    def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         """Keep batches out: `abort` ends open requests, `retract` and `in_place` let them go on afterwards."""
 
     def begin(self, *, timeout_s: float) -> None:

@@ -1,8 +1,8 @@
-"""The trainer side of a weight sync: plan once, fill registered buckets, drive every engine from one version to the next.
+"""The trainer side of a weight sync: plan once, fill registered buckets, drive every engine to the next version.
 
-The trainer hands over Hugging Face-named tensors; the plan of each rank (read out of the engine's own loader) says which
-of their elements go where, so a bucket holds the rank's fused and sharded parameters byte for byte and the rank reads
-it straight into place. `receiver.py` is the other side; engines are steered through `control.EngineControl`.
+The trainer hands over Hugging Face-named tensors; the plan of each rank (read out of the engine's own loader) says
+which of their elements go where, so a bucket holds the rank's fused and sharded parameters byte for byte and the rank
+reads it straight into place. `receiver.py` is the other side; engines are steered through `control.EngineControl`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ray
 import torch
 
 from sglang.srt.ray.weight_sync.buckets import RankBuckets
-from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl
+from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, PauseMode
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
     WeightNameError,
@@ -73,7 +73,7 @@ class WeightPublisher:
 
         Args:
             engines: at least one; their order is kept in reports.
-            bucket_bytes: a registered bucket of the trainer holds at most this many bytes (a bigger tensor has one of its own).
+            bucket_bytes: the most that one registered bucket holds (a bigger tensor has its own).
             deadline_s: for each wait on an engine or rank, in seconds.
 
         Raises:
@@ -114,12 +114,13 @@ class WeightPublisher:
         *,
         version: str,
         staging: str = "direct",
-        pause: str = "retract",
+        pause: PauseMode = "retract",
     ) -> SyncReport:
         """Bring every engine to these weights and label them `version`.
 
         Args:
-            named_tensors: all weights under their Hugging Face names, any dtype (converted as the loader would), contiguous or not.
+            named_tensors: all weights under their Hugging Face names, any dtype (converted as the loader
+                would), contiguous or not.
             version: what the engines report as `weight_version` afterwards.
             staging: `direct` pulls into live parameters while generation is paused.
             pause: `retract` and `in_place` end no request, `abort` ends all.
@@ -193,13 +194,14 @@ class WeightPublisher:
         return RankBuckets(layout=layout, plan=plan, bucket_bytes=self._bucket_bytes)
 
     def _check_nothing_lost(self, manifest: Sequence[TensorSpec]) -> None:
-        unused = set(spec.name for spec in manifest)
+        unused = {spec.name for spec in manifest}
         for buckets in self._distinct_buckets():
             unused &= set(buckets.plan.unused_sources)
         if unused:
             self.close()
             raise WeightNameError(
-                f"no rank of any engine takes anything from these tensors: {sorted(unused)!r}; leave them out or correct their names",
+                f"no rank of any engine takes anything from these tensors: {sorted(unused)!r}; "
+                f"leave them out or correct their names",
                 phase="plan",
             )
 
@@ -213,7 +215,7 @@ class WeightPublisher:
     # Driving the engines
 
     def _switch(
-        self, sent: Sequence[tuple[_Rank, Any]], version: str, pause: str, phases: _PhaseClock
+        self, sent: Sequence[tuple[_Rank, Any]], version: str, pause: PauseMode, phases: _PhaseClock
     ) -> dict[str, tuple[PullReport, ...]]:
         timeout = self._deadline_s
         with phases.measure("pause"):
@@ -324,7 +326,7 @@ def _ask(
         WeightSyncError: the first failing rank's, with engine and rank filled in.
     """
     refs = [getattr(actor, verb).remote(*arguments) for actor, arguments in calls]
-    ready, late = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     answers = []
     for rank, ref in enumerate(refs):
         if ref in late:
@@ -341,7 +343,8 @@ def _ask(
             ) from error
     if late:
         raise DeadlineExceededError(
-            f"{verb}: rank(s) {[rank for rank, ref in enumerate(refs) if ref in late]!r} did not answer within {timeout_s:g} s",
+            f"{verb}: rank(s) {[rank for rank, ref in enumerate(refs) if ref in late]!r} did not answer "
+            f"within {timeout_s:g} s",
             engine=engine.name,
             phase=phase,
         )

@@ -28,8 +28,8 @@ PHASES = (
     "version",
     "resume",
 )
-"""In the order in which they happen; `wire` and `verify` are the slowest rank's, `control` is what the call to the ranks
-took beyond them. Between `pause` and `resume` (both included) generation stands still."""
+"""In the order in which they happen; `wire` and `verify` are the slowest rank's, `control` is what the call to the
+ranks took beyond them. Between `pause` and `resume` (both included) generation stands still."""
 
 _PAUSED_PHASES = PHASES[PHASES.index("pause") :]
 

@@ -21,7 +21,10 @@ TRANSPORT_ERRORS = (RayError, RuntimeError, ValueError)
 
 
 def put(tensors: Sequence[torch.Tensor]) -> ray.ObjectRef:
-    """Publish contiguous tensors of this process: their memory is read in place, so leave it alone until they arrived."""
+    """Publish contiguous tensors of this process.
+
+    Their memory is read in place: it must not change until every receiver has it.
+    """
     return ray.put(list(tensors), _tensor_transport="nixl")
 
 
