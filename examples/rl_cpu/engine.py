@@ -45,11 +45,15 @@ class EngineHost:
     """Runs in its own Ray actor; the driver calls ``start`` once and ``stop`` at the end."""
 
     def __init__(self) -> None:
+        # Seconds of imports, spent while the driver makes the model.
+        import sglang.srt.ray.http_server
+        import sglang.srt.server_args  # noqa: F401
+
         self._engine = None
 
     def start(self, config: EngineConfig) -> EngineAddress:
         """Launch the ranks, serve HTTP on a free loopback port, return once ``/health`` is 200."""
-        from sglang.srt.ray.http_server import launch_engine, serve_http
+        from sglang.srt.ray import launch_engine, serve_http
         from sglang.srt.server_args import ServerArgs
 
         server_args = ServerArgs(

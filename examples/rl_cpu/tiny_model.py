@@ -86,6 +86,9 @@ def write_model(path: Path, *, size: ModelSize, seed: int) -> int:
 
     Returns the number of parameters.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # it would end up in the middle of the demo's own lines
     model = new_policy(size, seed=seed)
     model.save_pretrained(path)
     _tokenizer().save_pretrained(path)

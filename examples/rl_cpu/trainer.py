@@ -62,7 +62,7 @@ class PolicyTrainer:
 
     def connect(self, url: str, scheduler_actors: Sequence[ActorHandle]) -> None:
         """Plan the transfer into the engine's ranks, once."""
-        from sglang.srt.ray.weight_sync import HttpEngineControl, WeightPublisher
+        from sglang.srt.ray import HttpEngineControl, WeightPublisher
 
         control = HttpEngineControl(url, list(scheduler_actors))
         self.attach(WeightPublisher.connect([control]))
