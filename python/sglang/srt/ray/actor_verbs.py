@@ -15,7 +15,8 @@ import ray
 
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
-from sglang.srt.ray.weight_sync.receiver import DEFAULT_PULL_DEADLINE_S, PullReport, WeightReceiver
+from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
+from sglang.srt.ray.weight_sync.receiver import DEFAULT_PULL_DEADLINE_S, WeightReceiver
 from sglang.srt.ray.weight_sync.shards import ShardPlan
 
 # Ray takes both of these on the decorator only: `.options()` refuses concurrency groups, and with
@@ -85,13 +86,44 @@ class SchedulerActorVerbs:
     @ray.method(concurrency_group="weights")
     def commit_weights(
         self,
+        transaction: str,
+        layout_fingerprint: str,
         refs: Sequence[Any],
         names: Sequence[str],
         digests: Mapping[str, str],
         deadline_s: float = DEFAULT_PULL_DEADLINE_S,
     ) -> PullReport:
-        """What a `WeightPublisher` calls: pull as `pull_weights` does, then compare every tensor's digest."""
-        return self._weight_receiver().pull(refs, names, digests=digests, deadline_s=deadline_s)
+        """What a `WeightPublisher` calls: pull as `pull_weights` does, and compare every tensor's digest.
+
+        Repeating it with the same transaction returns the same report, or raises the same error, again.
+        """
+        return self._weight_receiver().pull(
+            refs,
+            names,
+            transaction=transaction,
+            layout_fingerprint=layout_fingerprint,
+            digests=digests,
+            deadline_s=deadline_s,
+        )
+
+    @ray.method(concurrency_group="weights")
+    def verify_weights(self, digests: Mapping[str, str]) -> None:
+        """Compare parameters with a client's manifest: name -> digest, as `weight_sync.digest` computes it.
+
+        Raises:
+            DigestMismatchError: naming the tensor and both digests; `end_weight_update` then reports the engine TORN.
+        """
+        self._weight_receiver().verify(digests)
+
+    @ray.method(concurrency_group="control")
+    def weight_status(self) -> RankStatus:
+        """What happened to this rank's weights. Answers while a pull runs."""
+        return self._weight_receiver().status()
+
+    @ray.method(concurrency_group="control")
+    def isolate_prefix_cache(self, namespace: str) -> None:
+        """Make cached prefixes unreachable for requests that have not started; generation must be paused."""
+        self._weight_receiver().isolate_prefix_cache(namespace)
 
     def _weight_receiver(self) -> WeightReceiver:
         from sglang.srt.runtime_context import get_device, get_exec, get_parallel

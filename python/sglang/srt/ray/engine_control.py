@@ -1,6 +1,6 @@
 """Implementations of `weight_sync.control.EngineControl`: an engine behind an HTTP address, and a local RayEngine.
 
-Both say the same things in the same order; they differ in the wire only. An engine behind HTTP is given together with
+Both reach the same fence (`weight_fence.py`) and differ in the wire only. An engine behind HTTP is given together with
 its actor handles, because refs travel by actor call and never over HTTP.
 """
 
@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Coroutine, Sequence
+import dataclasses
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util.retry import Retry
 
-from sglang.srt.ray.weight_sync.control import PauseMode
-from sglang.srt.ray.weight_sync.errors import DeadlineExceededError, EngineRequestError
+from sglang.srt.ray.weight_sync import errors
+from sglang.srt.ray.weight_sync.control import OpenRequest
+from sglang.srt.ray.weight_sync.errors import (
+    DeadlineExceededError,
+    EngineRequestError,
+    WeightSyncError,
+)
+
+_ANSWER_MARGIN_S = 2.0
+"""How much longer we wait than the engine was told to: its own error says more than a timeout here."""
 
 
 class HttpEngineControl:
@@ -38,6 +49,10 @@ class HttpEngineControl:
         self._actors = list(actors)
         self._name = name or self._url
         self._session = requests.Session()
+        # Every call may be repeated (it names its transaction), so a lost reply is asked for again.
+        retry = Retry(total=3, backoff_factor=0.05, allowed_methods=None, status=0)
+        self._session.mount("http://", HTTPAdapter(max_retries=retry))
+        self._session.mount("https://", HTTPAdapter(max_retries=retry))
         if api_key is not None:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
@@ -49,54 +64,73 @@ class HttpEngineControl:
     def actors(self) -> Sequence[Any]:
         return self._actors
 
-    def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
-        self._post("pause_generation", {"mode": mode}, timeout_s)
+    def open(self, request: OpenRequest, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._call("POST", "/open", timeout_s, dataclasses.asdict(request))
 
-    def begin(self, *, timeout_s: float) -> None:
-        self._post("begin_weight_update", {}, timeout_s)
-
-    def end(self, *, timeout_s: float) -> None:
-        self._post("end_weight_update", {}, timeout_s)
-
-    def flush(self, *, timeout_s: float) -> None:
-        self._post("flush_cache", None, timeout_s)
-
-    def set_version(self, version: str, *, timeout_s: float) -> None:
-        self._post(
-            "update_weight_version",
-            {"new_version": version, "abort_all_requests": False},
-            timeout_s,
+    def seal(self, transaction: str, *, resume: bool, timeout_s: float) -> Mapping[str, Any]:
+        return self._call(
+            "POST", "/seal", timeout_s, {"transaction": transaction, "resume": resume}
         )
 
-    def resume(self, *, timeout_s: float) -> None:
-        self._post("continue_generation", {"torch_empty_cache": False}, timeout_s)
+    def resume(self, transaction: str, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._call("POST", "/resume", timeout_s, {"transaction": transaction})
 
-    def _post(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> None:
+    def abort(self, transaction: str, reason: str, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._call(
+            "POST", "/abort", timeout_s, {"transaction": transaction, "reason": reason}
+        )
+
+    def status(self, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._call("GET", "", timeout_s, None)
+
+    def _call(
+        self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None
+    ) -> Mapping[str, Any]:
+        url = f"{self._url}/weight_sync{path}"
+        if body is not None:
+            body["timeout_s"] = timeout_s
         try:
-            answer = self._session.post(f"{self._url}/{path}", json=body, timeout=timeout_s)
+            answer = self._session.request(
+                method, url, json=body, timeout=timeout_s + _ANSWER_MARGIN_S
+            )
         except requests.Timeout as error:
             raise DeadlineExceededError(
-                f"POST {self._url}/{path} was not answered within {timeout_s:g} s",
-                engine=self._name,
+                f"{method} {url} was not answered within {timeout_s:g} s", engine=self._name
             ) from error
         except requests.RequestException as error:
             raise EngineRequestError(
-                f"POST {self._url}/{path} failed: {error}", engine=self._name
+                f"{method} {url} failed: {error}", engine=self._name
             ) from error
         if answer.status_code != requests.codes.ok:
-            raise EngineRequestError(
-                f"POST {self._url}/{path} with {body!r} was refused with status {answer.status_code}: "
-                f"{answer.text.strip()}",
-                engine=self._name,
+            raise self._refusal(f"{method} {url}", answer)
+        content: Mapping[str, Any] = answer.json()
+        return content
+
+    def _refusal(self, what: str, answer: requests.Response) -> WeightSyncError:
+        """The engine's own error again, by its class name; any other answer as an EngineRequestError."""
+        try:
+            told = answer.json()["error"]
+            kind = getattr(errors, told["type"], EngineRequestError)
+        except (ValueError, KeyError, TypeError):
+            text = answer.text.strip()
+            return EngineRequestError(
+                f"{what} was refused with status {answer.status_code}: {text}", engine=self._name
             )
+        where = {name: told.get(name) for name in ("rank", "tensor", "phase")}
+        error: WeightSyncError = kind(told["message"], engine=self._name, **where)
+        return error
 
 
 class LocalEngineControl:
-    """Steers a RayEngine of this process. Its event loop must run on the calling thread or not run at all."""
+    """Steers a RayEngine of this process, or one that this process launched and serves.
+
+    Where nothing runs the engine's event loop between calls (a RayEngine driven synchronously), the engine notices an
+    expired transaction at the next call.
+    """
 
     def __init__(self, engine: Any, *, name: str = "local") -> None:
         """Args:
-        engine: a `RayEngine`.
+        engine: a `RayEngine` or a `LaunchedEngine`.
         name: what errors and reports call the engine.
         """
         self._engine = engine
@@ -108,63 +142,57 @@ class LocalEngineControl:
 
     @property
     def actors(self) -> Sequence[Any]:
-        return self._engine._scheduler_init_result.scheduler_actors
+        result = (
+            getattr(self._engine, "_scheduler_init_result", None)
+            or self._engine.scheduler_init_result
+        )
+        return result.scheduler_actors
 
-    def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    def open(self, request: OpenRequest, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._run("open", self._fence.open(request, timeout_s=timeout_s), timeout_s)
 
-        self._run(
-            "pause", self._manager.pause_generation(PauseGenerationReqInput(mode=mode)), timeout_s
+    def seal(self, transaction: str, *, resume: bool, timeout_s: float) -> Mapping[str, Any]:
+        return self._run(
+            "seal", self._fence.seal(transaction, resume=resume, timeout_s=timeout_s), timeout_s
         )
 
-    def begin(self, *, timeout_s: float) -> None:
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+    def resume(self, transaction: str, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._run("resume", self._fence.resume(transaction, timeout_s=timeout_s), timeout_s)
 
-        self._succeed(
-            "begin", self._manager.begin_weight_update(BeginWeightUpdateReqInput()), timeout_s
+    def abort(self, transaction: str, reason: str, *, timeout_s: float) -> Mapping[str, Any]:
+        return self._run(
+            "abort", self._fence.abort(transaction, reason, timeout_s=timeout_s), timeout_s
         )
 
-    def end(self, *, timeout_s: float) -> None:
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
-
-        self._succeed("end", self._manager.end_weight_update(EndWeightUpdateReqInput()), timeout_s)
-
-    def flush(self, *, timeout_s: float) -> None:
-        answer = self._run("flush", self._manager.flush_cache(), timeout_s)
-        if not answer.success:
-            raise EngineRequestError(
-                f"the prefix cache was not flushed: {answer.message!r}", engine=self._name
-            )
-
-    def set_version(self, version: str, *, timeout_s: float) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
-        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        self._run("version", self._manager.update_weight_version(request), timeout_s)
-
-    def resume(self, *, timeout_s: float) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        request = ContinueGenerationReqInput(torch_empty_cache=False)
-        self._run("resume", self._manager.continue_generation(request), timeout_s)
+    def status(self, *, timeout_s: float) -> Mapping[str, Any]:
+        return dict(self._fence.status())
 
     @property
-    def _manager(self) -> Any:
-        return self._engine.tokenizer_manager
+    def _fence(self) -> Any:
+        fence = getattr(self._engine.tokenizer_manager, "weight_fence", None)
+        if fence is None:
+            raise errors.WeightSyncDisabledError(
+                "this engine was started without weight sync; start it with enable_rdt_weight_sync=True",
+                engine=self._name,
+            )
+        return fence
 
-    def _succeed(self, what: str, call: Coroutine[Any, Any, Any], timeout_s: float) -> None:
-        success, message = self._run(what, call, timeout_s)
-        if not success:
-            raise EngineRequestError(f"{what} was refused: {message!r}", engine=self._name)
-
-    def _run(self, what: str, call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        bounded = asyncio.wait_for(call, timeout_s)
-        loop = self._engine.loop
+    def _run(
+        self, what: str, call: Coroutine[Any, Any, Any], timeout_s: float
+    ) -> Mapping[str, Any]:
+        loop = self._engine.tokenizer_manager.event_loop or getattr(self._engine, "loop", None)
+        if loop is None:
+            raise EngineRequestError(
+                "the engine's event loop does not run yet; serve it first", engine=self._name
+            )
         try:
             if loop.is_running():
-                return asyncio.run_coroutine_threadsafe(bounded, loop).result(timeout_s)
-            return loop.run_until_complete(bounded)
+                future = asyncio.run_coroutine_threadsafe(call, loop)
+                return future.result(timeout_s + _ANSWER_MARGIN_S)
+            return loop.run_until_complete(asyncio.wait_for(call, timeout_s + _ANSWER_MARGIN_S))
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
+            if isinstance(error, WeightSyncError):
+                raise
             raise DeadlineExceededError(
                 f"{what} was not answered within {timeout_s:g} s", engine=self._name
             ) from error

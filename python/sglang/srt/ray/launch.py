@@ -116,11 +116,10 @@ def serve_http(engine: LaunchedEngine, server_args: ServerArgs) -> None:
     Raises:
         RankDiedError: the server stopped because a rank died.
     """
-    from sglang.srt.entrypoints.http_server import (
-        _execute_server_warmup,
-        _setup_and_run_http_server,
-    )
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.ray.weight_routes import add_weight_routes
 
+    add_weight_routes(http_server.app, getattr(engine.tokenizer_manager, "weight_fence", None))
     ranks = engine.scheduler_init_result
 
     def stop(failure: RankDiedError) -> None:
@@ -129,14 +128,14 @@ def serve_http(engine: LaunchedEngine, server_args: ServerArgs) -> None:
 
     if ranks.watch is not None:
         ranks.watch.on_failure(stop)
-    _setup_and_run_http_server(
+    http_server._setup_and_run_http_server(
         server_args,
         engine.tokenizer_manager,
         engine.template_manager,
         engine.port_args,
         ranks.scheduler_infos,
         engine.subprocess_watchdog,
-        execute_warmup_func=_execute_server_warmup,
+        execute_warmup_func=http_server._execute_server_warmup,
     )
     if ranks.watch is not None and ranks.watch.failure is not None:
         raise ranks.watch.failure

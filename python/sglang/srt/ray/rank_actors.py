@@ -66,6 +66,14 @@ def ended_on_failure() -> Iterator[None]:
         _unfinished.reset(token)
 
 
+def current_launch() -> RankActors:
+    """The ranks of the launch that is going on in this context: started, not yet handed to the caller."""
+    started = _unfinished.get()
+    if not started:
+        raise RuntimeError("no engine is being launched here; use launch_engine or RayEngine")
+    return started[-1]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSpec:
     """One rank: its index in the engine, and its coordinates."""

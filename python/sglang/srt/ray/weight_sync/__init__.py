@@ -5,22 +5,28 @@
 Nothing here knows HTTP: that is `sglang.srt.ray.engine_control`.
 """
 
-from sglang.srt.ray.weight_sync.control import EngineControl
+from sglang.srt.ray.weight_sync.control import EngineControl, OpenRequest
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
     EngineRequestError,
+    EngineTornError,
     GenerationNotPausedError,
+    ReadInFlightError,
     SessionNotOpenError,
+    StaleTransactionError,
+    TransactionBusyError,
+    TransactionError,
     TransferError,
+    UnknownTransactionError,
     WeightMismatchError,
     WeightNameError,
     WeightSyncDisabledError,
     WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.ledger import PullReport
 from sglang.srt.ray.weight_sync.publisher import WeightPublisher
-from sglang.srt.ray.weight_sync.receiver import PullReport
 from sglang.srt.ray.weight_sync.report import SyncReport
 
 __all__ = [
@@ -28,12 +34,19 @@ __all__ = [
     "DigestMismatchError",
     "EngineControl",
     "EngineRequestError",
+    "EngineTornError",
     "GenerationNotPausedError",
+    "OpenRequest",
     "PullReport",
+    "ReadInFlightError",
     "SessionNotOpenError",
+    "StaleTransactionError",
     "SyncReport",
     "TensorSpec",
+    "TransactionBusyError",
+    "TransactionError",
     "TransferError",
+    "UnknownTransactionError",
     "WeightLayout",
     "WeightMismatchError",
     "WeightNameError",

@@ -36,7 +36,7 @@ class RankBuckets:
     def __init__(
         self, *, layout: WeightLayout, plan: ShardPlan, bucket_bytes: int, device: str = "cpu"
     ) -> None:
-        """Allocates and registers the buckets: as many bytes as the rank's parameters have.
+        """Allocates and registers the buckets: as many bytes as the planned parameters have.
 
         Args:
             bucket_bytes: the most that one bucket holds; a parameter that is bigger has a bucket of its own.
@@ -47,7 +47,9 @@ class RankBuckets:
         self._algorithm = algorithm_for([layout.device, torch.device(device).type])
         self._memory: list[torch.Tensor] = []
         self._groups: list[dict[str, torch.Tensor]] = []
-        for specs, size in _grouped(layout.entries, bucket_bytes):
+        # A partial sync plans for some of the parameters only.
+        planned = [spec for spec in layout.entries if spec.name in plan.targets]
+        for specs, size in _grouped(planned, bucket_bytes):
             memory = torch.zeros(size, dtype=torch.uint8, device=device)
             transports.pin(memory)
             self._memory.append(memory)

@@ -73,6 +73,30 @@ class DigestMismatchError(WeightSyncError):
     """Bytes arrived that differ from those that were sent. The targets must be taken as torn."""
 
 
+class TransactionError(WeightSyncError):
+    """A transaction can't be what the caller takes it for."""
+
+
+class StaleTransactionError(TransactionError):
+    """A late or superseded transaction: something newer was seen."""
+
+
+class TransactionBusyError(TransactionError):
+    """Another owner's transaction is open."""
+
+
+class UnknownTransactionError(TransactionError):
+    """No such transaction is open: it failed, expired, or was taken over."""
+
+
+class EngineTornError(WeightSyncError):
+    """The engine's weights are (or may be) partly written: it serves nothing until a complete sync or a reload."""
+
+
+class ReadInFlightError(WeightSyncError):
+    """A read that was given up may still write into parameters; the message says which rank to restart."""
+
+
 class EngineRequestError(WeightSyncError):
     """The engine answered a control request with an error; its text is in the message."""
 

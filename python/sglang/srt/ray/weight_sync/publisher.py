@@ -2,44 +2,44 @@
 
 The trainer hands over Hugging Face-named tensors; the plan of each rank (read out of the engine's own loader) says
 which of their elements go where, so a bucket holds the rank's fused and sharded parameters byte for byte and the rank
-reads it straight into place. `receiver.py` is the other side; engines are steered through `control.EngineControl`.
+reads it straight into place. The engines move together: none resumes before every rank of all of them has proved the
+new version. `receiver.py` is the other side; engines are steered through `control.EngineControl`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import socket
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import ray
 import torch
 
-from sglang.srt.ray.weight_sync.buckets import RankBuckets
-from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, PauseMode
-from sglang.srt.ray.weight_sync.errors import (
-    DeadlineExceededError,
-    WeightNameError,
-    WeightSyncError,
-)
+from sglang.srt.ray.weight_sync.buckets import Published, RankBuckets
+from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, OpenRequest, PauseMode
+from sglang.srt.ray.weight_sync.coverage import check_coverage, check_declared
+from sglang.srt.ray.weight_sync.errors import WeightSyncError
+from sglang.srt.ray.weight_sync.fleet import RankAddress, on_every_engine, on_every_rank
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, fingerprint_of
-from sglang.srt.ray.weight_sync.receiver import PullReport
-from sglang.srt.ray.weight_sync.report import SyncReport
+from sglang.srt.ray.weight_sync.ledger import PullReport
+from sglang.srt.ray.weight_sync.report import PhaseClock, SyncReport
 from sglang.srt.ray.weight_sync.shards import ShardPlan
 
 DEFAULT_DEADLINE_S = 60.0
 DEFAULT_BUCKET_BYTES = 256 << 20
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+_ANSWER_MARGIN_S = 2.0
+"""How much longer we wait for a rank than it was told to: its own error says more than a timeout here."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Rank:
     """One receiving rank: where it is, what it holds, and (once planned) the buckets that feed it."""
 
-    engine: EngineControl
-    rank: int
-    actor: Any
+    address: RankAddress
     layout: WeightLayout
     buckets: RankBuckets | None = None
 
@@ -54,27 +54,45 @@ class WeightPublisher:
     Lives in the trainer's own process, a Ray actor made with `enable_tensor_transport=True` (or a driver).
     """
 
-    def __init__(self, ranks: Sequence[_Rank], *, bucket_bytes: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        engines: Sequence[EngineControl],
+        ranks: Sequence[_Rank],
+        *,
+        owner: str,
+        bucket_bytes: int,
+        deadline_s: float,
+        ttl_s: float,
+        sequence: int,
+    ) -> None:
+        """Use `connect`."""
+        self._engines = list(engines)
         self._ranks = list(ranks)
-        self._engines = list({id(rank.engine): rank.engine for rank in ranks}.values())
+        self.owner = owner
         self._bucket_bytes = bucket_bytes
         self._deadline_s = deadline_s
-        self._planned: str | None = None
+        self._ttl_s = ttl_s
+        self._sequence = sequence
+        self._planned: tuple[str, bool] | None = None
 
     @classmethod
     def connect(
         cls,
         engines: Sequence[EngineControl],
         *,
+        owner: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        ttl_s: float | None = None,
     ) -> WeightPublisher:
         """Learn what every rank of every engine holds and have it pin its parameters.
 
         Args:
             engines: at least one; their order is kept in reports.
+            owner: what engines tell others who find them busy; host, process and a random part when None.
             bucket_bytes: the most that one registered bucket holds (a bigger tensor has its own).
             deadline_s: for each wait on an engine or rank, in seconds.
+            ttl_s: an engine gives a transaction up this many seconds after it began; 4 deadlines when None.
 
         Raises:
             ValueError: no engine, or two of one name.
@@ -85,28 +103,33 @@ class WeightPublisher:
         names = [engine.name for engine in engines]
         if len(set(names)) != len(names):
             raise ValueError(f"engines must have different names, got {names!r}")
-        ranks = []
-        for engine in engines:
-            handles = list(engine.actors)
-            layouts = _ask(
-                engine,
-                "weight_layout",
-                [(actor, ()) for actor in handles],
-                deadline_s,
-                phase="connect",
-            )
-            _ask(
-                engine,
-                "register_weight_for_rdt",
-                [(actor, ()) for actor in handles],
-                deadline_s,
-                phase="connect",
-            )
-            ranks += [
-                _Rank(engine=engine, rank=index, actor=actor, layout=layout)
-                for index, (actor, layout) in enumerate(zip(handles, layouts, strict=True))
-            ]
-        return cls(ranks, bucket_bytes=bucket_bytes, deadline_s=deadline_s)
+        states = on_every_engine(
+            engines, "connect", lambda engine: engine.status(timeout_s=deadline_s)
+        )
+        addresses = [
+            RankAddress(engine=engine, rank=rank, actor=actor)
+            for engine in engines
+            for rank, actor in enumerate(engine.actors)
+        ]
+        nothing: list[tuple[Any, ...]] = [()] * len(addresses)
+        layouts = on_every_rank(
+            addresses, "weight_layout", nothing, timeout_s=deadline_s, phase="connect"
+        )
+        on_every_rank(
+            addresses, "register_weight_for_rdt", nothing, timeout_s=deadline_s, phase="connect"
+        )
+        return cls(
+            engines,
+            [
+                _Rank(address=address, layout=layout)
+                for address, layout in zip(addresses, layouts, strict=True)
+            ],
+            owner=owner or f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}",
+            bucket_bytes=bucket_bytes,
+            deadline_s=deadline_s,
+            ttl_s=ttl_s or 4 * deadline_s,
+            sequence=max(int(state["last_sequence"]) for state in states),
+        )
 
     def sync(
         self,
@@ -115,45 +138,67 @@ class WeightPublisher:
         version: str,
         staging: str = "direct",
         pause: PauseMode = "retract",
+        partial: Sequence[str] | None = None,
+        force: bool = False,
     ) -> SyncReport:
-        """Bring every engine to these weights and label them `version`.
+        """Bring every engine to these weights and label them `version`: all of them, or none serves it.
 
         Args:
-            named_tensors: all weights under their Hugging Face names, any dtype (converted as the loader
-                would), contiguous or not.
-            version: what the engines report as `weight_version` afterwards.
+            named_tensors: weights under their Hugging Face names, any dtype (converted as the loader would),
+                contiguous or not.
+            version: what the engines report as `weight_version` afterwards; of two numbers the smaller is refused.
             staging: `direct` pulls into live parameters while generation is paused.
-            pause: `retract` and `in_place` end no request, `abort` ends all.
+            pause: `retract` and `in_place` end no request (`in_place` also keeps what running ones have computed),
+                `abort` ends all.
+            partial: patterns (as in `fnmatch`) of the names that this sync is meant to send, when not all.
+            force: take over from another owner whose transaction is open.
 
         Raises:
             ValueError: an unknown staging or pause mode, or names given twice.
-            WeightNameError: tensors that map to nothing, or parameters that nobody sends.
-            WeightSyncError: any other failure, naming engine, rank, tensor and phase. Generation stays paused when
-                bytes may have landed: nothing half-new is served.
+            WeightNameError: tensors that map to nothing, parameters that nobody sends, buffers that carry state.
+            WeightSyncError: any other failure, naming engine, rank, tensor and phase. Engines whose weights were not
+                touched serve their old version; the others are TORN and serve nothing until a sync succeeds.
         """
         if staging != "direct":
             raise ValueError(f"staging={staging!r} is unknown; this release has 'direct'")
         if pause not in PAUSE_MODES:
             raise ValueError(f"pause={pause!r} is unknown; choose one of {PAUSE_MODES!r}")
-        phases = _PhaseClock()
+        clock = PhaseClock()
         sources = _as_dict(named_tensors)
-        with phases.measure("plan"):
-            self._plan(sources)
-        with phases.measure("stage"):
+        with clock.measure("plan"):
+            check_declared(list(sources), partial)
+            self._plan(sources, partial=partial is not None)
+        with clock.measure("stage"):
             for buckets in self._distinct_buckets():
                 buckets.fill(list(sources.values()))
-            sent = [
-                (rank, rank.buckets.publish()) for rank in self._ranks if rank.buckets is not None
-            ]
-        reports = self._switch(sent, version, pause, phases)
+            published = [rank.buckets.publish() for rank in self._ranks if rank.buckets is not None]
+        self._sequence += 1
+        request = OpenRequest(
+            transaction=uuid.uuid4().hex,
+            sequence=self._sequence,
+            owner=self.owner,
+            version=version,
+            pause=pause,
+            ttl_s=self._ttl_s,
+            force=force,
+        )
+        reports = self._drive(request, published, clock)
         return SyncReport(
             version=version,
             staging=staging,
             pause_mode=pause,
+            partial=partial is not None,
             verified=all(report.verified for each in reports.values() for report in each),
-            phase_seconds=phases.seconds,
+            phase_seconds=clock.seconds,
             ranks=reports,
         )
+
+    def status(self) -> dict[str, Mapping[str, Any]]:
+        """What each engine says of itself (`GET /weight_sync`), by engine name."""
+        answers = on_every_engine(
+            self._engines, "status", lambda engine: engine.status(timeout_s=self._deadline_s)
+        )
+        return {engine.name: answer for engine, answer in zip(self._engines, answers, strict=True)}
 
     def close(self) -> None:
         """Let go of the buckets and their registrations. The engines are left as they are."""
@@ -163,28 +208,46 @@ class WeightPublisher:
             rank.buckets = None
         self._planned = None
 
+    # Async twins: the same calls on a worker thread, for trainers that run an event loop.
+
+    @classmethod
+    async def connect_async(
+        cls, engines: Sequence[EngineControl], **options: Any
+    ) -> WeightPublisher:
+        return await asyncio.to_thread(cls.connect, engines, **options)
+
+    async def sync_async(self, named_tensors: NamedTensors, **options: Any) -> SyncReport:
+        return await asyncio.to_thread(self.sync, named_tensors, **options)
+
+    async def status_async(self) -> dict[str, Mapping[str, Any]]:
+        return await asyncio.to_thread(self.status)
+
+    async def close_async(self) -> None:
+        await asyncio.to_thread(self.close)
+
     # Planning
 
-    def _plan(self, sources: Mapping[str, torch.Tensor]) -> None:
+    def _plan(self, sources: Mapping[str, torch.Tensor], *, partial: bool) -> None:
         manifest = tuple(TensorSpec.of(name, tensor) for name, tensor in sources.items())
-        fingerprint = fingerprint_of(manifest)
-        if fingerprint == self._planned:
+        wanted = (fingerprint_of(manifest), partial)
+        if wanted == self._planned:
             return
         self.close()
-        for engine in self._engines:
-            ranks = [rank for rank in self._ranks if rank.engine is engine]
-            plans = _ask(
-                engine,
-                "plan_weights",
-                [(rank.actor, (manifest,)) for rank in ranks],
-                self._deadline_s,
-                phase="plan",
-            )
-            for rank, plan in zip(ranks, plans, strict=True):
-                _check_complete(plan, engine.name, rank.rank)
-                rank.buckets = self._shared_buckets(rank.layout, plan)
-        self._check_nothing_lost(manifest)
-        self._planned = fingerprint
+        addresses = [rank.address for rank in self._ranks]
+        plans: list[ShardPlan] = on_every_rank(
+            addresses,
+            "plan_weights",
+            [(manifest,)] * len(addresses),
+            timeout_s=self._deadline_s,
+            phase="plan",
+        )
+        by_engine: dict[str, list[ShardPlan]] = {}
+        for address, plan in zip(addresses, plans, strict=True):
+            by_engine.setdefault(address.engine.name, []).append(plan)
+        check_coverage(by_engine, sources, partial=partial)
+        for rank, plan in zip(self._ranks, plans, strict=True):
+            rank.buckets = self._shared_buckets(rank.layout, plan)
+        self._planned = wanted
 
     def _shared_buckets(self, layout: WeightLayout, plan: ShardPlan) -> RankBuckets:
         """Ranks that hold the same elements (replicas, other engines) read the same buckets."""
@@ -192,18 +255,6 @@ class WeightPublisher:
             if rank.buckets is not None and rank.buckets.serves(layout, plan):
                 return rank.buckets
         return RankBuckets(layout=layout, plan=plan, bucket_bytes=self._bucket_bytes)
-
-    def _check_nothing_lost(self, manifest: Sequence[TensorSpec]) -> None:
-        unused = {spec.name for spec in manifest}
-        for buckets in self._distinct_buckets():
-            unused &= set(buckets.plan.unused_sources)
-        if unused:
-            self.close()
-            raise WeightNameError(
-                f"no rank of any engine takes anything from these tensors: {sorted(unused)!r}; "
-                f"leave them out or correct their names",
-                phase="plan",
-            )
 
     def _distinct_buckets(self) -> list[RankBuckets]:
         return list(
@@ -214,70 +265,92 @@ class WeightPublisher:
 
     # Driving the engines
 
-    def _switch(
-        self, sent: Sequence[tuple[_Rank, Any]], version: str, pause: PauseMode, phases: _PhaseClock
+    def _drive(
+        self, request: OpenRequest, published: Sequence[Published], clock: PhaseClock
     ) -> dict[str, tuple[PullReport, ...]]:
         timeout = self._deadline_s
-        with phases.measure("pause"):
-            self._each_engine("pause", lambda engine: engine.pause(pause, timeout_s=timeout))
-        with phases.measure("begin"):
-            self._each_engine("begin", lambda engine: engine.begin(timeout_s=timeout))
-        with phases.measure("control"):
-            reports = self._commit(sent)
-        slowest_wire = max(report.wire_seconds for each in reports.values() for report in each)
-        slowest_verify = max(report.verify_seconds for each in reports.values() for report in each)
-        phases.split("control", wire=slowest_wire, verify=slowest_verify)
-        with phases.measure("end"):
-            self._each_engine("end", lambda engine: engine.end(timeout_s=timeout))
-        with phases.measure("flush"):
-            if pause != "in_place":
-                self._each_engine("flush", lambda engine: engine.flush(timeout_s=timeout))
-        with phases.measure("version"):
-            self._each_engine(
-                "version", lambda engine: engine.set_version(version, timeout_s=timeout)
-            )
-        with phases.measure("resume"):
-            self._each_engine("resume", lambda engine: engine.resume(timeout_s=timeout))
+        alone = len(self._engines) == 1
+        try:
+            with clock.measure("control"):
+                on_every_engine(
+                    self._engines, "begin", lambda engine: engine.open(request, timeout_s=timeout)
+                )
+                reports = self._commit(request.transaction, published)
+                states = on_every_engine(
+                    self._engines,
+                    "seal",
+                    lambda engine: engine.seal(
+                        request.transaction, resume=alone, timeout_s=timeout
+                    ),
+                )
+        except BaseException as error:
+            self._abort_everywhere(request.transaction, error)
+            raise
+        if not alone:
+            # Decided: every rank has proved the version. An engine that fails to resume serves nothing.
+            with clock.measure("resume"):
+                on_every_engine(
+                    self._engines,
+                    "resume",
+                    lambda engine: engine.resume(request.transaction, timeout_s=timeout),
+                )
+        _split_phases(clock, states, reports)
         return reports
 
-    def _each_engine(self, phase: str, call: Any) -> None:
+    def _commit(
+        self, transaction: str, published: Sequence[Published]
+    ) -> dict[str, tuple[PullReport, ...]]:
+        addresses = [rank.address for rank in self._ranks]
+        arguments = [
+            (
+                transaction,
+                rank.layout.fingerprint,
+                sent.refs,
+                sent.names,
+                sent.digests,
+                self._deadline_s,
+            )
+            for rank, sent in zip(self._ranks, published, strict=True)
+        ]
+        answers: list[PullReport] = on_every_rank(
+            addresses,
+            "commit_weights",
+            arguments,
+            timeout_s=self._deadline_s + _ANSWER_MARGIN_S,
+            phase="wire",
+        )
+        reports: dict[str, tuple[PullReport, ...]] = {}
+        for address, report in zip(addresses, answers, strict=True):
+            reports[address.engine.name] = (*reports.get(address.engine.name, ()), report)
+        return reports
+
+    def _abort_everywhere(self, transaction: str, cause: BaseException) -> None:
+        """Tell every engine; what it makes of itself (SERVING or TORN) is noted on the error."""
         for engine in self._engines:
             try:
-                call(engine)
+                state = engine.abort(transaction, str(cause), timeout_s=self._deadline_s)
+                cause.add_note(f"{engine.name}: {state['state']}, version {state['version']!r}")
             except WeightSyncError as error:
-                error.engine, error.phase = engine.name, phase
-                raise
-
-    def _commit(self, sent: Sequence[tuple[_Rank, Any]]) -> dict[str, tuple[PullReport, ...]]:
-        reports: dict[str, tuple[PullReport, ...]] = {}
-        for engine in self._engines:
-            calls = [
-                (rank.actor, (published.refs, published.names, published.digests, self._deadline_s))
-                for rank, published in sent
-                if rank.engine is engine
-            ]
-            reports[engine.name] = tuple(
-                _ask(engine, "commit_weights", calls, self._deadline_s, phase="wire")
-            )
-        return reports
+                cause.add_note(
+                    f"{engine.name} could not be told to give up (its time limit will): {error}"
+                )
 
 
-class _PhaseClock:
-    """Seconds by phase, in the order in which they were measured."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
-
-    def split(self, phase: str, **parts: float) -> None:
-        """Take `parts` out of a measured phase."""
-        self.seconds[phase] = max(self.seconds[phase] - sum(parts.values()), 0.0)
-        self.seconds |= parts
+def _split_phases(
+    clock: PhaseClock,
+    states: Sequence[Mapping[str, Any]],
+    reports: Mapping[str, tuple[PullReport, ...]],
+) -> None:
+    """Take the slowest engine's steps and the slowest rank's transfer out of what the calls took altogether."""
+    ranks = [report for each in reports.values() for report in each]
+    steps = [state["step_seconds"] for state in states]
+    parts = {name: max(each[name] for each in steps) for name in steps[0]}
+    clock.split(
+        "control",
+        **parts,
+        wire=max(report.wire_seconds for report in ranks),
+        verify=max(report.verify_seconds for report in ranks),
+    )
 
 
 def _as_dict(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
@@ -291,61 +364,3 @@ def _as_dict(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
     if not sources:
         raise ValueError("there is nothing to sync: no tensors were given")
     return {name: tensor.detach() for name, tensor in sources.items()}
-
-
-def _check_complete(plan: ShardPlan, engine: str, rank: int) -> None:
-    if plan.missing_targets:
-        raise WeightNameError(
-            f"nobody sends (all of) these parameters: {list(plan.missing_targets)!r}",
-            engine=engine,
-            rank=rank,
-            phase="plan",
-        )
-    if plan.computed_targets:
-        raise WeightNameError(
-            f"the loader computes these parameters instead of copying them, so bytes can't be sent for them: "
-            f"{list(plan.computed_targets)!r}",
-            engine=engine,
-            rank=rank,
-            phase="plan",
-        )
-
-
-def _ask(
-    engine: EngineControl,
-    verb: str,
-    calls: Sequence[tuple[Any, tuple[Any, ...]]],
-    timeout_s: float,
-    *,
-    phase: str,
-) -> list[Any]:
-    """Call one verb on several ranks at once and wait for all of them.
-
-    Raises:
-        DeadlineExceededError: naming the ranks that did not answer.
-        WeightSyncError: the first failing rank's, with engine and rank filled in.
-    """
-    refs = [getattr(actor, verb).remote(*arguments) for actor, arguments in calls]
-    _, late = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-    answers = []
-    for rank, ref in enumerate(refs):
-        if ref in late:
-            continue
-        try:
-            answers.append(ray.get(ref))
-        except WeightSyncError as error:
-            cause = getattr(error, "cause", error)
-            cause.engine, cause.rank, cause.phase = engine.name, rank, cause.phase or phase
-            raise cause from error
-        except ray.exceptions.RayError as error:
-            raise WeightSyncError(
-                f"{verb} failed: {error}", engine=engine.name, rank=rank, phase=phase
-            ) from error
-    if late:
-        raise DeadlineExceededError(
-            f"{verb}: rank(s) {[rank for rank, ref in enumerate(refs) if ref in late]!r} did not answer "
-            f"within {timeout_s:g} s",
-            engine=engine.name,
-            phase=phase,
-        )
-    return answers

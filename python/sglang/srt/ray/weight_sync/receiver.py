@@ -1,18 +1,16 @@
 """The engine side of a weight sync, one per rank: pin parameters, pull into them, prove what arrived.
 
 A pull writes straight into live parameters, so it is refused unless a weight session is open and generation is
-paused; everything that can be checked is checked before its first byte moves, and its success is proved by address
-afterwards. The publisher's counterpart is `publisher.py`; neither knows of HTTP.
+paused; everything that can be checked is checked before its first byte moves, and its success is proved by address and
+by digest. The publisher's counterpart is `publisher.py`; the engine-wide verdict is the fence's; none knows HTTP.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,25 +25,15 @@ from sglang.srt.ray.weight_sync.errors import (
     TransferError,
     WeightMismatchError,
     WeightNameError,
+    WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, dtype_name
+from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus
+from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
 from sglang.srt.ray.weight_sync.shards import ShardPlan, trace_shard_plan
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_PULL_DEADLINE_S = 60.0
 _PAUSED_YIELD_S = 0.002
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PullReport:
-    """What one rank's pull moved and how long it took (seconds, bytes)."""
-
-    rank: int
-    total_bytes: int
-    wire_seconds: float
-    verify_seconds: float
-    verified: bool
 
 
 class WeightReceiver:
@@ -66,9 +54,11 @@ class WeightReceiver:
         self._pins_allowed = pins_allowed
         self._pinned: list[torch.Tensor] = []
         self._pull_lock = threading.Lock()
+        self._ledger = RankLedger(rank)
+        self._prefix_cache = PrefixCacheNamespace(scheduler)
         self._yield_while_pulling()
 
-    # Layout and plan
+    # Layout, plan, status
 
     def layout(self) -> WeightLayout:
         return WeightLayout.of_model(self._model())
@@ -76,6 +66,14 @@ class WeightReceiver:
     def plan(self, manifest: Sequence[TensorSpec]) -> ShardPlan:
         """Which elements of the manifest's tensors each parameter takes; generation may go on meanwhile."""
         return trace_shard_plan(self._model(), manifest, self.layout().fingerprint)
+
+    def status(self) -> RankStatus:
+        """What happened to this rank's weights. Never waits for a pull."""
+        return self._ledger.status(self._scheduler.weight_updater._session)
+
+    def isolate_prefix_cache(self, namespace: str) -> None:
+        """Make what is cached now unreachable for every request that has not started."""
+        self._prefix_cache.switch(namespace)
 
     # Pins
 
@@ -108,6 +106,8 @@ class WeightReceiver:
         refs: Sequence[Any],
         names: Sequence[str],
         *,
+        transaction: str | None = None,
+        layout_fingerprint: str | None = None,
         digests: Mapping[str, str] | None = None,
         deadline_s: float = DEFAULT_PULL_DEADLINE_S,
     ) -> PullReport:
@@ -115,12 +115,16 @@ class WeightReceiver:
 
         Args:
             refs: RDT ObjectRefs of lists of contiguous tensors; `names` runs over all of them in order.
+            transaction: what the bytes belong to; a repeated call of one that completed returns its report again,
+                one that failed its error. None for a client's own pulls, which belong to the open session.
+            layout_fingerprint: what the sender planned for; a rank that changed refuses.
             digests: what each name's bytes must have as digest afterwards; None leaves the pull unverified.
             deadline_s: for the whole pull, in seconds.
 
         Raises:
             SessionNotOpenError, GenerationNotPausedError: bytes may not land now. Nothing was written.
             WeightNameError, WeightMismatchError: names, counts, shapes or dtypes don't fit. Nothing was written.
+            ReadInFlightError: an earlier read is not over. Nothing was written.
             DeadlineExceededError, TransferError, DigestMismatchError: take the targets as torn.
         """
         deadline = time.monotonic() + deadline_s
@@ -131,12 +135,47 @@ class WeightReceiver:
                 phase="wire",
             )
         try:
+            if transaction is not None and self._ledger.holds(transaction):
+                if self._ledger.report is not None:
+                    return self._ledger.report
+                if self._ledger.failure is not None:
+                    raise self._ledger.failure
             self._check_writable()
+            self._ledger.open(self._record_key(transaction), transaction)
+            if layout_fingerprint is not None:
+                self._check_layout(layout_fingerprint)
             targets = self._targets(names)
             counts = self._check_sources(refs, names, targets, deadline)
-            return self._pull_into(refs, names, targets, counts, digests, deadline)
+            self._ledger.will_write(names)
+            try:
+                report = self._pull_into(refs, names, targets, counts, digests, deadline)
+            except WeightSyncError as error:
+                self._ledger.failure = error
+                raise
+            if transaction is not None:
+                self._ledger.report = report
+            return report
         finally:
             self._pull_lock.release()
+
+    def verify(self, digests: Mapping[str, str]) -> None:
+        """Compare parameters with a client's manifest of digests (name -> `algorithm:hex`).
+
+        Raises:
+            WeightNameError: a name is unknown.
+            DigestMismatchError: naming the tensor and both digests; the engine then counts as torn.
+        """
+        with self._pull_lock:
+            targets = self._targets(list(digests))
+            try:
+                for name, target in zip(digests, targets, strict=True):
+                    self._verify(name, target, digests)
+            except DigestMismatchError as error:
+                self._ledger.failure = error
+                raise
+
+    def _record_key(self, transaction: str | None) -> Hashable:
+        return transaction or ("session", id(self._scheduler.weight_updater._session))
 
     def _pull_into(
         self,
@@ -148,45 +187,56 @@ class WeightReceiver:
         deadline: float,
     ) -> PullReport:
         started = time.perf_counter()
-        self._fetch(refs, names, targets, counts, deadline)
-        wired = time.perf_counter()
-        if digests is not None:
-            for name, target in zip(names, targets, strict=True):
-                self._verify(name, target, digests)
+        ends = list(itertools.accumulate(counts))
+        groups = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        reads: list[transports.Read] = []
+        arrived_at = started
+        try:
+            for ref, group in zip(refs, groups, strict=True):
+                reads.append(self._start(ref, names[group], targets[group]))
+            for read, group in zip(reads, groups, strict=True):
+                self._finish(read, names[group], targets[group], deadline)
+                arrived_at = time.perf_counter()
+                # While this bucket is hashed the next ones are on the wire (NIXL has a thread of its own).
+                if digests is not None:
+                    for name, target in zip(names[group], targets[group], strict=True):
+                        self._verify(name, target, digests)
+        except BaseException:
+            self._ledger.give_up(reads)
+            raise
         return PullReport(
             rank=self._rank,
             total_bytes=sum(t.numel() * t.element_size() for t in targets),
-            wire_seconds=wired - started,
-            verify_seconds=time.perf_counter() - wired,
+            wire_seconds=arrived_at - started,
+            verify_seconds=time.perf_counter() - arrived_at,
             verified=digests is not None,
         )
 
-    def _fetch(
+    def _start(
+        self, ref: Any, names: Sequence[str], targets: Sequence[torch.Tensor]
+    ) -> transports.Read:
+        try:
+            return transports.Read(ref, targets)
+        except transports.TRANSPORT_ERRORS as error:
+            raise self._transfer_error(names, str(error)) from error
+
+    def _finish(
         self,
-        refs: Sequence[Any],
+        read: transports.Read,
         names: Sequence[str],
         targets: Sequence[torch.Tensor],
-        counts: Sequence[int],
         deadline: float,
     ) -> None:
-        # `targets` is held by the caller until the end: Ray keeps weak references and drops dead ones in silence.
-        ends = list(itertools.accumulate(counts))
-        grouped = [targets[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        remaining = deadline - time.monotonic()
         try:
-            arrived = transports.fetch_into(refs, grouped, timeout_s=max(remaining, 0.0))
+            arrived = read.wait(timeout_s=deadline - time.monotonic())
         except TimeoutError as error:
             raise DeadlineExceededError(
-                f"the source did not deliver {len(names)} tensor(s) ({names[0]!r} ... {names[-1]!r}) in time: {error}",
+                f"the source did not deliver {_range_of(names)} in time: {error}",
                 rank=self._rank,
                 phase="wire",
             ) from error
         except transports.TRANSPORT_ERRORS as error:
-            raise TransferError(
-                f"the transfer of {len(names)} tensor(s) ({names[0]!r} ... {names[-1]!r}) failed: {error}",
-                rank=self._rank,
-                phase="wire",
-            ) from error
+            raise self._transfer_error(names, str(error)) from error
         for name, target, tensor in zip(names, targets, arrived, strict=True):
             if tensor.data_ptr() != target.data_ptr() or tensor.device != target.device:
                 raise TransferError(
@@ -196,6 +246,13 @@ class WeightReceiver:
                     tensor=name,
                     phase="wire",
                 )
+
+    def _transfer_error(self, names: Sequence[str], cause: str) -> TransferError:
+        return TransferError(
+            f"the transfer of {_range_of(names)} failed (its source died, or the lane broke): {cause}",
+            rank=self._rank,
+            phase="wire",
+        )
 
     def _verify(self, name: str, target: torch.Tensor, digests: Mapping[str, str]) -> None:
         expected = digests[name]
@@ -220,6 +277,15 @@ class WeightReceiver:
             raise SessionNotOpenError(
                 "no weight session is open: call begin_weight_update before weights are pulled",
                 rank=self._rank,
+            )
+
+    def _check_layout(self, expected: str) -> None:
+        if (found := self.layout().fingerprint) != expected:
+            raise WeightMismatchError(
+                f"this rank's layout changed since it was planned (planned {expected[:16]!r}, now {found[:16]!r}); "
+                f"connect again",
+                rank=self._rank,
+                phase="stage",
             )
 
     def _targets(self, names: Sequence[str]) -> list[torch.Tensor]:
@@ -299,3 +365,7 @@ class WeightReceiver:
                 time.sleep(_PAUSED_YIELD_S)
 
         self._scheduler._record_scheduler_state_for_paused_engine = record_and_yield
+
+
+def _range_of(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor(s) ({names[0]!r} ... {names[-1]!r})"

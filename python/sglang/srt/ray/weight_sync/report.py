@@ -5,12 +5,14 @@ A report is made only by a sync that succeeded everywhere; a failed one raises. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from sglang.srt.ray.weight_sync.receiver import PullReport
+from sglang.srt.ray.weight_sync.ledger import PullReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,6 +43,8 @@ class SyncReport:
     version: str
     staging: str
     pause_mode: str
+    partial: bool
+    """Whether only a declared subset of the weights was sent."""
     verified: bool
     """Whether every byte's digest was compared with its source's before generation went on."""
     phase_seconds: Mapping[str, float]
@@ -80,6 +84,7 @@ class SyncReport:
         from rich.table import Table
 
         verified = "verified" if self.verified else "UNVERIFIED"
+        verified += ", partial" if self.partial else ""
         table = Table(
             title=f"version {self.version!r}: {self.total_bytes / 1e6:.1f} MB, {verified}"
         )
@@ -92,3 +97,21 @@ class SyncReport:
         table.add_row("paused", f"{self.pause_seconds * 1e3:.1f}", style="bold")
         table.add_row("wire GB/s", f"{self.wire_gigabytes_per_second:.2f}")
         return table
+
+
+class PhaseClock:
+    """Seconds by phase, in the order in which they were measured."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def split(self, phase: str, **parts: float) -> None:
+        """Take `parts` out of a measured phase."""
+        self.seconds[phase] = max(self.seconds[phase] - sum(parts.values()), 0.0)
+        self.seconds |= parts

@@ -64,9 +64,13 @@ class ShardPlan:
     unused_sources: tuple[str, ...]
     """Sent tensors that no parameter of this rank takes anything from."""
     missing_targets: tuple[str, ...]
-    """Parameters with elements that nobody sends."""
+    """Parameters of which nobody sends all elements."""
+    partly_sent_targets: tuple[str, ...]
+    """Those of them of which somebody sends some."""
     computed_targets: tuple[str, ...]
     """Parameters that the loader computes instead of copying: they can't be filled by copying bytes."""
+    stateful_buffers: tuple[str, ...]
+    """Buffers that belong to the model's state dict, which no parameter sync reaches."""
 
     @property
     def manifest_fingerprint(self) -> str:
@@ -87,7 +91,7 @@ def trace_shard_plan(
     tracer.load_weights(_numbered(manifest))
     sizes = np.array([spec.num_elements for spec in manifest] or [0], dtype=np.int64)
     targets: dict[str, tuple[ShardRun, ...]] = {}
-    missing, computed, used = [], [], set()
+    missing, partly, computed, used = [], [], [], set()
     traced = dict(tracer.named_parameters())
     for name, parameter in model.named_parameters():
         codes = _codes_of(traced.get(name), parameter)
@@ -95,6 +99,8 @@ def trace_shard_plan(
             computed.append(name)
         elif (codes == _NOBODY).any():
             missing.append(name)
+            if (codes != _NOBODY).any():
+                partly.append(name)
         else:
             targets[name] = tuple(_runs(codes))
         if codes is not None:
@@ -106,8 +112,17 @@ def trace_shard_plan(
         targets=targets,
         unused_sources=tuple(spec.name for i, spec in enumerate(manifest) if i not in used),
         missing_targets=tuple(missing),
+        partly_sent_targets=tuple(partly),
         computed_targets=tuple(computed),
+        stateful_buffers=tuple(_stateful_buffers(model)),
     )
+
+
+def _stateful_buffers(model: torch.nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name
 
 
 def _numbered(manifest: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """The one place that talks to Ray Direct Transport: put, describe, pin, fetch.
 
-Everything outside deals in tensors, refs and seconds; what Ray keeps to itself (weak target references, the default
+Everything outside deals in tensors, refs and seconds; what Ray keeps to itself (weak target references, the limit
 of 60 s, which exceptions a dead source raises) stays in here. NIXL is the only transport so far; another one is
 another set of these functions.
 """
@@ -8,16 +8,16 @@ another set of these functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ObjectFetchTimedOutError, RayError
+from ray.exceptions import RayError
 
 if TYPE_CHECKING:
     import torch
 
 TRANSPORT_ERRORS = (RayError, RuntimeError, ValueError)
-"""What a failed fetch may raise. TimeoutError (Ray's GetTimeoutError is one) has to be caught before these."""
+"""What a failed read may raise. TimeoutError has to be caught before these."""
 
 
 def put(tensors: Sequence[torch.Tensor]) -> ray.ObjectRef:
@@ -62,23 +62,46 @@ def described(ref: ray.ObjectRef, *, timeout_s: float) -> list[tuple[torch.Size,
     return list(metadata.tensor_meta)
 
 
-def fetch_into(
-    refs: Sequence[ray.ObjectRef], targets: Sequence[Sequence[torch.Tensor]], *, timeout_s: float
-) -> list[torch.Tensor]:
-    """Read the tensors of all `refs` at once into `targets` (one sequence per ref), which the caller must hold.
+class Read:
+    """One transfer from a remote process straight into local tensors, from its first byte to the proof of its end.
 
-    Returns what Ray returned, in order; the caller has to prove that it is the targets.
-
-    Raises:
-        TimeoutError: nothing, or not everything, arrived within the deadline.
-        One of TRANSPORT_ERRORS: the source died or the lane failed.
+    `ray.get` would do the same, but it drops the transfer when it times out, and a one-sided read that is no longer
+    looked at may still write. Ray's transport interface lets the handle be kept. Used on one thread at a time.
     """
-    from ray.experimental import set_target_for_ref
 
-    for ref, buffers in zip(refs, targets, strict=True):
-        set_target_for_ref(ref, list(buffers))
-    try:
-        arrived = ray.get(list(refs), timeout=timeout_s)
-    except ObjectFetchTimedOutError as error:
-        raise TimeoutError(f"Ray's own transfer limit ran out: {error}") from error
-    return [tensor for tensors in arrived for tensor in tensors]
+    def __init__(self, ref: ray.ObjectRef, targets: Sequence[torch.Tensor]) -> None:
+        """Start reading the tensors of `ref` into `targets`; both are held until this object goes.
+
+        Raises:
+            One of TRANSPORT_ERRORS: the source is gone or refuses.
+        """
+        from ray.experimental.rdt.util import get_tensor_transport_manager
+
+        self.ref = ref
+        self._targets = list(targets)
+        metadata = ray.worker.global_worker.rdt_manager.get_rdt_metadata(ref.hex())
+        backend = metadata.tensor_transport_backend
+        self._transport = get_tensor_transport_manager(backend)
+        communicator = self._transport.get_communicator_metadata(None, None, backend)
+        self._request: Any = self._transport.fetch_multiple_tensors(
+            ref.hex(), metadata.tensor_transport_meta, communicator, self._targets
+        )
+
+    def wait(self, *, timeout_s: float) -> list[torch.Tensor]:
+        """The tensors that were written, which the caller has to compare with its targets.
+
+        Raises:
+            TimeoutError: not everything arrived in time; the read goes on, ask `is_over`.
+            One of TRANSPORT_ERRORS: the read failed and is over.
+        """
+        return list(self._transport.wait_fetch_complete(self._request, timeout=max(timeout_s, 0.0)))
+
+    def is_over(self) -> bool:
+        """Whether no byte can land any more: it completed or failed. Does not wait."""
+        try:
+            self.wait(timeout_s=0.0)
+        except TimeoutError:
+            return False
+        except TRANSPORT_ERRORS:
+            return True
+        return True

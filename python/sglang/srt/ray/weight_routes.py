@@ -1,0 +1,156 @@
+"""HTTP face of the weight fence: `GET /weight_sync` and what a publisher posts.
+
+JSON in and out, nothing that deserialises code; refs never come this way. The routes ask for the same keys as
+upstream's own weight endpoints do. `engine_control.HttpEngineControl` is the client.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang.srt.ray.weight_sync import errors
+from sglang.srt.ray.weight_sync.control import OpenRequest
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+_STATUS_OF: tuple[tuple[type[errors.WeightSyncError], HTTPStatus], ...] = (
+    (errors.EngineTornError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.TransactionError, HTTPStatus.CONFLICT),
+    (errors.WeightSyncDisabledError, HTTPStatus.NOT_FOUND),
+    (errors.DeadlineExceededError, HTTPStatus.GATEWAY_TIMEOUT),
+    (errors.WeightSyncError, HTTPStatus.BAD_REQUEST),
+)
+
+
+class OpenBody(BaseModel):
+    transaction: str = Field(min_length=1)
+    sequence: int
+    owner: str
+    version: str
+    pause: Literal["abort", "retract", "in_place"] = "retract"
+    ttl_s: float = Field(gt=0)
+    force: bool = False
+    timeout_s: float = Field(gt=0)
+
+
+class SealBody(BaseModel):
+    transaction: str
+    resume: bool
+    timeout_s: float = Field(gt=0)
+
+
+class ResumeBody(BaseModel):
+    transaction: str
+    timeout_s: float = Field(gt=0)
+
+
+class AbortBody(BaseModel):
+    transaction: str
+    reason: str
+    timeout_s: float = Field(gt=0)
+
+
+def add_weight_routes(app: FastAPI, fence: Any | None) -> None:
+    """Serve `fence` from `app`; None says that weight sync is off. May be called for every engine of a process."""
+    if not hasattr(app.state, "weight_fence"):
+        app.include_router(_router())
+        app.add_exception_handler(errors.WeightSyncError, answer_with_error)
+        app.add_middleware(TornGate, fastapi_app=app)
+    app.state.weight_fence = fence
+
+
+class TornGate:
+    """ASGI middleware: while the weights are torn, requests get 503 before a stream could have begun."""
+
+    _SERVING_PATHS = (
+        "/generate",
+        "/v1/",
+        "/encode",
+        "/classify",
+        "/api/",
+        "/invocations",
+        "/vertex",
+    )
+
+    def __init__(self, app: ASGIApp, fastapi_app: FastAPI) -> None:
+        self._inner = app
+        self._app = fastapi_app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fence = self._app.state.weight_fence
+        if (
+            fence is not None
+            and scope["type"] == "http"
+            and scope["path"].startswith(self._SERVING_PATHS)
+        ):
+            try:
+                fence.check_serving()
+            except errors.EngineTornError as error:
+                response = await answer_with_error(Request(scope), error)
+                await response(scope, receive, send)
+                return
+        await self._inner(scope, receive, send)
+
+
+def _fence(request: Request) -> Any:
+    fence = request.app.state.weight_fence
+    if fence is None:
+        raise errors.WeightSyncDisabledError(
+            "this engine was started without weight sync; start it with --enable-rdt-weight-sync"
+        )
+    return fence
+
+
+async def answer_with_error(_request: Request, error: Exception) -> JSONResponse:
+    """A weight error as JSON: its class, its text and where it happened."""
+    status = next(code for kind, code in _STATUS_OF if isinstance(error, kind))
+    where = {name: getattr(error, name, None) for name in ("engine", "rank", "tensor", "phase")}
+    message = getattr(error, "message", str(error))
+    content = {"error": {"type": type(error).__name__, "message": message, **where}}
+    return JSONResponse(content, status_code=status)
+
+
+def _router() -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/weight_sync")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def weight_sync(request: Request) -> dict[str, Any]:
+        """State, version, open transaction and the last report of each rank."""
+        return _fence(request).status()
+
+    @router.post("/weight_sync/open")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def open_transaction(
+        body: Annotated[OpenBody, Body()], request: Request
+    ) -> dict[str, Any]:
+        """Pause generation and open the weight session."""
+        fields = body.model_dump(exclude={"timeout_s"})
+        return await _fence(request).open(OpenRequest(**fields), timeout_s=body.timeout_s)
+
+    @router.post("/weight_sync/seal")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def seal(body: Annotated[SealBody, Body()], request: Request) -> dict[str, Any]:
+        """Prove every rank, end the session, drop the old cache, move the label."""
+        fence = _fence(request)
+        return await fence.seal(body.transaction, resume=body.resume, timeout_s=body.timeout_s)
+
+    @router.post("/weight_sync/resume")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def resume(body: Annotated[ResumeBody, Body()], request: Request) -> dict[str, Any]:
+        """Serve the sealed version."""
+        return await _fence(request).resume(body.transaction, timeout_s=body.timeout_s)
+
+    @router.post("/weight_sync/abort")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def abort(body: Annotated[AbortBody, Body()], request: Request) -> dict[str, Any]:
+        """Give a transaction up."""
+        fence = _fence(request)
+        return await fence.abort(body.transaction, body.reason, timeout_s=body.timeout_s)
+
+    return router

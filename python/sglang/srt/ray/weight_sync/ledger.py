@@ -1,0 +1,111 @@
+"""What a rank remembers of the bytes that landed in it: under which transaction, how far, and whether a read may go on.
+
+The engine's fence decides from these records whether a failed sync left the old weights untouched; so they are written
+before the first byte moves, never after. `receiver.py` keeps one ledger per rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.ray.weight_sync.errors import ReadInFlightError, WeightSyncError
+
+if TYPE_CHECKING:
+    from sglang.srt.ray.weight_sync.transports import Read
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PullReport:
+    """What one rank's pull moved and how long it took (seconds, bytes)."""
+
+    rank: int
+    total_bytes: int
+    wire_seconds: float
+    verify_seconds: float
+    """Digest time that the wire did not hide: after the last byte had arrived."""
+    verified: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank's answer to: what happened to your weights in this transaction?"""
+
+    rank: int
+    transaction: str | None
+    """The transaction of the last pull; None when it was a client's own verb."""
+    session_open: bool
+    """Whether the last pull belongs to the weight session that is open now."""
+    written: bool
+    """Whether bytes may have landed in that transaction (or session)."""
+    in_flight: bool
+    """Whether a read that was given up may still be writing."""
+    failure: str | None
+    report: PullReport | None
+    """The report of a pull that completed."""
+    tensors_written: int
+
+
+class RankLedger:
+    """The record of one rank. Guarded by the receiver's pull lock, except for `status`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._key: Hashable | None = None
+        self.transaction: str | None = None
+        self.written = False
+        self.failure: WeightSyncError | None = None
+        self.report: PullReport | None = None
+        self._tensors: set[str] = set()
+        self._unfinished: list[Read] = []
+
+    def open(self, key: Hashable, transaction: str | None) -> None:
+        """Start a new record unless `key` (a transaction id, or a client's session) has it already.
+
+        Raises:
+            ReadInFlightError: an earlier read is not over, so its late bytes could land in the new version.
+        """
+        self.check_settled()
+        if key == self._key:
+            return
+        self._key, self.transaction = key, transaction
+        self.written, self.failure, self.report = False, None, None
+        self._tensors = set()
+
+    def holds(self, key: Hashable) -> bool:
+        return key is not None and key == self._key
+
+    def will_write(self, names: Sequence[str]) -> None:
+        """Called right before the first byte may land."""
+        self.written = True
+        self._tensors.update(names)
+
+    def give_up(self, reads: Sequence[Read]) -> None:
+        """Keep reads that did not end in time, until they prove to be over."""
+        self._unfinished += [read for read in reads if not read.is_over()]
+
+    def check_settled(self) -> None:
+        """Raises:
+        ReadInFlightError: a read that was given up is still not over.
+        """
+        self._unfinished = [read for read in self._unfinished if not read.is_over()]
+        if self._unfinished:
+            raise ReadInFlightError(
+                f"{len(self._unfinished)} read(s) that were given up may still write into rank {self._rank}: end the "
+                f"frozen source process, or restart this rank's engine",
+                rank=self._rank,
+                phase="begin",
+            )
+
+    def status(self, open_session: object | None) -> RankStatus:
+        return RankStatus(
+            rank=self._rank,
+            transaction=self.transaction,
+            session_open=open_session is not None and self._key == ("session", id(open_session)),
+            written=self.written,
+            in_flight=bool(self._unfinished),
+            failure=None if self.failure is None else str(self.failure),
+            report=self.report,
+            tensors_written=len(self._tensors),
+        )
