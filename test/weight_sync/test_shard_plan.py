@@ -92,7 +92,11 @@ class Fused(torch.nn.Module):
     """qkv fused from three tensors by shard id, a tied head, a norm; loads as SGLang's models do."""
 
     HIDDEN, HEADS, KV_HEADS, HEAD = 8, 4, 2, 2
-    STACKED = (("qkv_proj", "q_proj", "q"), ("qkv_proj", "k_proj", "k"), ("qkv_proj", "v_proj", "v"))
+    STACKED = (
+        ("qkv_proj", "q_proj", "q"),
+        ("qkv_proj", "k_proj", "k"),
+        ("qkv_proj", "v_proj", "v"),
+    )
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
@@ -170,9 +174,7 @@ def test_a_plan_gives_every_parameter_what_the_loader_gives(rank: int, ranks: in
     assert (plan.missing_targets, plan.unused_sources, plan.computed_targets) == ((), (), ())
     model.load_weights(weights.items())
     for name, parameter in model.named_parameters():
-        made = applied(
-            plan.targets[name], list(weights.values()), torch.zeros_like(parameter.data)
-        )
+        made = applied(plan.targets[name], list(weights.values()), torch.zeros_like(parameter.data))
         assert torch.equal(made, parameter.data), name
     assert set(plan.targets) == {name for name, _ in model.named_parameters()}
     assert "head.weight" not in plan.targets

@@ -74,6 +74,10 @@ class WeightFence:
         )
         async with self._locked(timeout_s):
             await self._make_way(transaction, force=request.force)
+            if request.partial and self.machine.torn_reason is not None:
+                raise EngineTornError(
+                    f"a partial sync can't mend torn weights ({self.machine.torn_reason}); send all of them"
+                )
             if self.machine.open(transaction):
                 self._arm(transaction, request.ttl_s)
                 self._step_seconds = {}
@@ -203,18 +207,36 @@ class WeightFence:
             held = self.machine.open_transaction
             if held is None or held.version is not None:
                 return await end()
+            statuses = (
+                await self._ask_ranks()
+            )  # before the session closes, which they know their pulls by
             answer = await end()
-            failed = [
-                status for status in await self._ask_ranks() if status.failure or status.in_flight
-            ]
-            if failed or not answer[0]:
-                reason = failed[0].failure if failed else f"end_weight_update failed: {answer[1]}"
-                await self._fail(held, reason or "a read is still in flight", written=True)
+            if reason := self._client_failure(statuses, answer):
+                await self._fail(held, reason, written=True)
                 self.check_serving()
             self.machine.seal(held.id)
             self.machine.resume(held.id, verified=False)
             self._disarm()
             return answer
+
+    def _client_failure(
+        self, statuses: Sequence[RankStatus], answer: tuple[bool, str]
+    ) -> str | None:
+        """Why a client's session leaves the engine torn, None when it doesn't."""
+        if not answer[0]:
+            return f"end_weight_update failed: {answer[1]}"
+        for status in statuses:
+            if status.in_flight:
+                return f"rank {status.rank}: a read is still in flight"
+            if status.session_open and status.failure:
+                return status.failure
+            written = status.tensors_written if status.session_open else 0
+            if self.machine.torn_reason is not None and written < status.tensors_total:
+                return (
+                    f"the engine was torn before, and rank {status.rank} received only {written} of "
+                    f"{status.tensors_total} tensors"
+                )
+        return None
 
     async def reloaded(self, version: str | None) -> None:
         """All weights were loaded from disk."""

@@ -35,6 +35,7 @@ class OpenBody(BaseModel):
     pause: Literal["abort", "retract", "in_place"] = "retract"
     ttl_s: float = Field(gt=0)
     force: bool = False
+    partial: bool = False
     timeout_s: float = Field(gt=0)
 
 

@@ -28,6 +28,8 @@ class OpenRequest:
     """The engine gives the transaction up when it is not served this many seconds later."""
     force: bool = False
     """Take over from another owner whose transaction is still open."""
+    partial: bool = False
+    """Whether only some of the weights will be sent, which can't mend a torn engine."""
 
 
 class EngineControl(Protocol):

@@ -45,6 +45,8 @@ class RankStatus:
     report: PullReport | None
     """The report of a pull that completed."""
     tensors_written: int
+    """Distinct parameters that pulls of that transaction (or session) wrote."""
+    tensors_total: int
 
 
 class RankLedger:
@@ -58,6 +60,7 @@ class RankLedger:
         self.failure: WeightSyncError | None = None
         self.report: PullReport | None = None
         self._tensors: set[str] = set()
+        self._failed: set[str] = set()
         self._unfinished: list[Read] = []
 
     def open(self, key: Hashable, transaction: str | None) -> None:
@@ -71,7 +74,7 @@ class RankLedger:
             return
         self._key, self.transaction = key, transaction
         self.written, self.failure, self.report = False, None, None
-        self._tensors = set()
+        self._tensors, self._failed = set(), set()
 
     def holds(self, key: Hashable) -> bool:
         return key is not None and key == self._key
@@ -80,6 +83,16 @@ class RankLedger:
         """Called right before the first byte may land."""
         self.written = True
         self._tensors.update(names)
+
+    def failed(self, names: Sequence[str], failure: WeightSyncError) -> None:
+        self.failure = failure
+        self._failed.update(names)
+
+    def succeeded(self, names: Sequence[str]) -> None:
+        """These tensors are whole; an earlier failure is forgotten once all that it spoiled was pulled again."""
+        self._failed.difference_update(names)
+        if not self._failed:
+            self.failure = None
 
     def give_up(self, reads: Sequence[Read]) -> None:
         """Keep reads that did not end in time, until they prove to be over."""
@@ -98,7 +111,7 @@ class RankLedger:
                 phase="begin",
             )
 
-    def status(self, open_session: object | None) -> RankStatus:
+    def status(self, open_session: object | None, tensors_total: int) -> RankStatus:
         return RankStatus(
             rank=self._rank,
             transaction=self.transaction,
@@ -108,4 +121,5 @@ class RankLedger:
             failure=None if self.failure is None else str(self.failure),
             report=self.report,
             tensors_written=len(self._tensors),
+            tensors_total=tensors_total,
         )

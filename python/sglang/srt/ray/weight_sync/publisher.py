@@ -181,6 +181,7 @@ class WeightPublisher:
             pause=pause,
             ttl_s=self._ttl_s,
             force=force,
+            partial=partial is not None,
         )
         reports = self._drive(request, published, clock)
         return SyncReport(

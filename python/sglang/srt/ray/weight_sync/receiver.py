@@ -69,7 +69,8 @@ class WeightReceiver:
 
     def status(self) -> RankStatus:
         """What happened to this rank's weights. Never waits for a pull."""
-        return self._ledger.status(self._scheduler.weight_updater._session)
+        total = sum(1 for _ in self._model().named_parameters())
+        return self._ledger.status(self._scheduler.weight_updater._session, total)
 
     def isolate_prefix_cache(self, namespace: str) -> None:
         """Make what is cached now unreachable for every request that has not started."""
@@ -150,8 +151,9 @@ class WeightReceiver:
             try:
                 report = self._pull_into(refs, names, targets, counts, digests, deadline)
             except WeightSyncError as error:
-                self._ledger.failure = error
+                self._ledger.failed(names, error)
                 raise
+            self._ledger.succeeded(names)
             if transaction is not None:
                 self._ledger.report = report
             return report
@@ -171,7 +173,7 @@ class WeightReceiver:
                 for name, target in zip(digests, targets, strict=True):
                     self._verify(name, target, digests)
             except DigestMismatchError as error:
-                self._ledger.failure = error
+                self._ledger.failed([str(error.tensor)], error)
                 raise
 
     def _record_key(self, transaction: str | None) -> Hashable:

@@ -43,7 +43,7 @@ class SyncReport:
     version: str
     staging: str
     pause_mode: str
-    partial: bool
+    partial: bool = False
     """Whether only a declared subset of the weights was sent."""
     verified: bool
     """Whether every byte's digest was compared with its source's before generation went on."""

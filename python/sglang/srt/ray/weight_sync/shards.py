@@ -90,7 +90,9 @@ def trace_shard_plan(
         ValueError: a tensor of the manifest has too many elements for the encoding.
     """
     traced = _load_numbers(model, _numbered(manifest))
-    again = _load_numbers(model, ((name, _relabelled(codes)) for name, codes in _numbered(manifest)))
+    again = _load_numbers(
+        model, ((name, _relabelled(codes)) for name, codes in _numbered(manifest))
+    )
     sizes = np.array([spec.num_elements for spec in manifest] or [0], dtype=np.int64)
     targets: dict[str, tuple[ShardRun, ...]] = {}
     missing, partly, computed, used = [], [], [], set()
