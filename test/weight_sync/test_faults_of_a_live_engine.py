@@ -259,6 +259,7 @@ def test_a_trainer_killed_before_the_first_byte_leaves_the_old_version_serving(e
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(victim.__ray_call__.remote(open_and_die, _next_version()), timeout=60)
     assert _state(engine)["state"] == "SYNCING"
+    _connect(trainer, engine)
     with pytest.raises(TransactionBusyError, match="take over with force"):
         _sync(trainer, 6, _next_version())
     _wait_until(
