@@ -2,7 +2,7 @@
 
 Upstream's default pause, `abort`, ends all requests but never tells the scheduler, so nothing there could know whether
 bytes may land; here it is followed by a pause that does. Engines without `--enable-rdt-weight-sync` keep upstream's
-class.
+pause.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from sglang.srt.entrypoints.engine import init_tokenizer_manager
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.ray.hosted_tokenizer import HostedTokenizerManager
 from sglang.srt.runtime_context import get_device
 
 
-class WeightSyncTokenizerManager(TokenizerManager):
+class WeightSyncTokenizerManager(HostedTokenizerManager):
     """Runs in the process that launched the engine, on its event loop."""
 
     async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
@@ -29,5 +29,7 @@ class WeightSyncTokenizerManager(TokenizerManager):
 
 def init_ray_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """What RayEngine calls in place of upstream's `init_tokenizer_manager`."""
-    chosen: Any = WeightSyncTokenizerManager if get_device().enable_rdt_weight_sync else None
+    chosen: Any = HostedTokenizerManager
+    if get_device().enable_rdt_weight_sync:
+        chosen = WeightSyncTokenizerManager
     return init_tokenizer_manager(server_args, port_args, chosen)
