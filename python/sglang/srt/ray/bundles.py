@@ -13,26 +13,7 @@ from collections.abc import Mapping, Sequence
 from sglang.srt.environ import envs
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BundleRequest:
-    """What an engine needs of a group."""
-
-    ranks: int
-    replicas: int = 1
-    """Data-parallel replicas, each with `ranks / replicas` ranks and a rank 0 that talks over local sockets."""
-    resource: str
-    """What one rank takes one unit of: `CPU` or `GPU`."""
-    one_device_per_bundle: bool
-    """Refuse bundles with more than one GPU, and never put two ranks in one."""
-    indices: Sequence[int] | None = None
-    """Bundles to use, in rank order; None takes those that have the resource, the engine's node first."""
-    nodes: Sequence[str] | None = None
-    """Node id of each bundle."""
-    engine_node: str | None = None
-    """Node id of the launching process, beside which each replica's rank 0 must run."""
-
-
-def indices_from_environment() -> list[int] | None:
+def bundle_indices_from_environment() -> list[int] | None:
     """`SGLANG_RAY_BUNDLE_INDICES` ("3,1") as a list, None when unset.
 
     Raises:
@@ -49,34 +30,74 @@ def indices_from_environment() -> list[int] | None:
         ) from error
 
 
-def assign_bundles(bundles: Sequence[Mapping[str, float]], request: BundleRequest) -> list[int]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of `assign_bundles`."""
+
+    ranks: int
+    replicas: int
+    resource: str
+    one_device_per_bundle: bool
+    indices: Sequence[int] | None
+    nodes: Sequence[str] | None
+    engine_node: str | None
+
+
+def assign_bundles(
+    bundles: Sequence[Mapping[str, float]],
+    *,
+    ranks: int,
+    resource: str,
+    one_device_per_bundle: bool,
+    indices: Sequence[int] | None = None,
+    nodes: Sequence[str] | None = None,
+    engine_node: str | None = None,
+    replicas: int = 1,
+) -> list[int]:
     """Bundle index of each rank, in rank order (replicas outside, then pipeline stages, then tensor ranks).
+
+    Args:
+        bundles: the group's bundle specifications, or what is free of them.
+        ranks: how many ranks the engine has, over all replicas.
+        resource: what one rank takes one unit of (`CPU` or `GPU`).
+        one_device_per_bundle: refuse bundles with more than one GPU, and never put two ranks in one.
+        indices: bundles to use, in rank order; None takes those that have the resource, the engine's node first.
+        nodes, engine_node: node id of each bundle and of the launching process, beside which each rank 0 must run.
+        replicas: data-parallel replicas, each with a rank 0 that talks to the launching process.
 
     Raises:
         ValueError: the bundles cannot hold the ranks as asked, with what was needed and what was found.
     """
-    wanted, resource = request.ranks, request.resource
+    request = _Request(
+        ranks=ranks,
+        replicas=replicas,
+        resource=resource,
+        one_device_per_bundle=one_device_per_bundle,
+        indices=indices,
+        nodes=nodes,
+        engine_node=engine_node,
+    )
     found = f"{len(bundles)} bundle(s): {[dict(bundle) for bundle in bundles]!r}"
     slots = _slots(bundles, _candidates(bundles, request), request)
-    if request.indices is not None:
-        if (len(slots) != wanted and request.one_device_per_bundle) or len(slots) < wanted:
+    if indices is not None:
+        if len(slots) < ranks or (one_device_per_bundle and len(slots) != ranks):
             raise ValueError(
-                f"SGLANG_RAY_BUNDLE_INDICES={list(request.indices)!r} gives {len(slots)} place(s) with one {resource} "
-                f"each, needed exactly {wanted} (one per rank); found {found}"
+                f"SGLANG_RAY_BUNDLE_INDICES={list(indices)!r} gives {len(slots)} place(s) with one {resource} each, "
+                f"needed exactly {ranks} (one per rank); found {found}"
             )
-        chosen = slots[:wanted]
-    elif len(slots) < wanted:
+        chosen = slots[:ranks]
+    elif len(slots) < ranks:
         raise ValueError(
-            f"the placement group is too small: needed {wanted} bundle place(s) with one {resource} each, found "
+            f"the placement group is too small: needed {ranks} bundle place(s) with one {resource} each, found "
             f"{len(slots)} in {found}"
         )
     else:
-        chosen = _leaders_at_home(slots[:wanted], request)
+        chosen = _leaders_at_home(slots[:ranks], request)
     _check_leaders(chosen, request)
     return chosen
 
 
-def _candidates(bundles: Sequence[Mapping[str, float]], request: BundleRequest) -> list[int]:
+def _candidates(bundles: Sequence[Mapping[str, float]], request: _Request) -> list[int]:
     if request.indices is not None:
         return _checked_indices(request.indices, len(bundles))
     candidates = [i for i, bundle in enumerate(bundles) if bundle.get(request.resource, 0) >= 1]
@@ -99,7 +120,7 @@ def _checked_indices(indices: Sequence[int], total: int) -> list[int]:
 
 
 def _slots(
-    bundles: Sequence[Mapping[str, float]], candidates: Sequence[int], request: BundleRequest
+    bundles: Sequence[Mapping[str, float]], candidates: Sequence[int], request: _Request
 ) -> list[int]:
     """Each candidate bundle, once for every rank that it can hold."""
     slots: list[int] = []
@@ -118,7 +139,7 @@ def _slots(
     return slots
 
 
-def _leaders_at_home(slots: Sequence[int], request: BundleRequest) -> list[int]:
+def _leaders_at_home(slots: Sequence[int], request: _Request) -> list[int]:
     """Share the engine's node evenly among the replicas, so that each replica's rank 0 can be there."""
     if request.replicas == 1 or request.nodes is None:
         return list(slots)
@@ -139,7 +160,7 @@ def _leaders_at_home(slots: Sequence[int], request: BundleRequest) -> list[int]:
     ]
 
 
-def _check_leaders(chosen: Sequence[int], request: BundleRequest) -> None:
+def _check_leaders(chosen: Sequence[int], request: _Request) -> None:
     nodes, home = request.nodes, request.engine_node
     if nodes is None or home is None:
         return

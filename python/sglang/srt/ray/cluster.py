@@ -13,7 +13,9 @@ import ray
 
 def namespace_of(server_args: Any) -> str | None:
     """`--ray-namespace`, the namespace in which the engine's actors are named; None means the launching job's."""
-    namespace: str | None = server_args.ray_namespace  # a field that a patch adds: type checkers see upstream's class
+    namespace: str | None = (
+        server_args.ray_namespace
+    )  # a field that a patch adds: type checkers see upstream's class
     return namespace
 
 

@@ -84,10 +84,13 @@ def await_name(name: str, *, namespace: str | None, timeout_s: float = NAME_TIME
     while (holder := _holder(name, namespace)) is not None:
         if _lives(holder):
             return False
+        # A dead actor keeps its name for as long as anybody has a handle of it (ray 2.60); killing it once more frees
+        # the name at once.
+        ray.kill(holder)
         if time.monotonic() > deadline:
             raise NameTakenError(
-                f"actor name {name!r} still belongs to a dead actor after {timeout_s:g} s; Ray's control process "
-                f"(GCS) did not notice its death"
+                f"actor name {name!r} still belongs to a dead actor after {timeout_s:g} s; restart the cluster's "
+                f"control process (GCS), or use other bundles"
             )
         time.sleep(_POLL_S)
     return True

@@ -13,14 +13,14 @@ import contextvars
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.placement_group import placement_group as create_placement_group
 
-from sglang.srt.ray import bundles
+from sglang.srt.ray.bundles import assign_bundles, bundle_indices_from_environment
 
 READY_TIMEOUT_VARIABLE = "SGLANG_RAY_PLACEMENT_TIMEOUT_S"
 DEFAULT_READY_TIMEOUT_S = 60.0
@@ -159,39 +159,50 @@ def place_ranks(chosen: ChosenGroup, *, device: str, ranks: int, replicas: int) 
     """The place of each rank, in rank order, where a device is free now; waits for a dying engine's to become free.
 
     Raises:
-        ValueError: the group can't hold the ranks, whatever is free (see `bundles.assign_bundles`).
+        ValueError: the group can't hold the ranks, whatever is free (see `assign_bundles`).
         PlacementError: it could, but others hold its places.
     """
-    group, resource = chosen.group, device_resource(device)
-    table = _table(group)["bundles_to_node_id"]
-    nodes = [table[index] for index in range(len(group.bundle_specs))]
-    request = bundles.BundleRequest(
-        ranks=ranks,
-        replicas=replicas,
-        resource=resource,
-        one_device_per_bundle=chosen.one_device_per_bundle,
-        indices=None if chosen.owned else bundles.indices_from_environment(),
-        nodes=nodes,
-        engine_node=ray.get_runtime_context().get_node_id(),
-    )
-    planned = bundles.assign_bundles(group.bundle_specs, request)
+    group, nodes = chosen.group, bundle_nodes(chosen.group)
+
+    def plan(bundles: Sequence[Mapping[str, float]]) -> list[int]:
+        return assign_bundles(
+            bundles,
+            ranks=ranks,
+            replicas=replicas,
+            resource=device_resource(device),
+            one_device_per_bundle=chosen.one_device_per_bundle,
+            indices=None if chosen.owned else bundle_indices_from_environment(),
+            nodes=nodes,
+            engine_node=ray.get_runtime_context().get_node_id(),
+        )
+
+    planned = plan(group.bundle_specs)
     if not chosen.owned:
-        planned = _on_free_bundles(chosen, request)
+        planned = _on_free_bundles(group, device_resource(device), plan)
     return [Place(bundle=index, node=nodes[index]) for index in planned]
 
 
-def _on_free_bundles(chosen: ChosenGroup, request: bundles.BundleRequest) -> list[int]:
+def bundle_nodes(group: PlacementGroup) -> list[str]:
+    """Node id (hex) of each bundle. Node ids, not addresses: two raylets of one machine share an address."""
+    nodes = _table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in range(len(group.bundle_specs))]
+
+
+def _on_free_bundles(
+    group: PlacementGroup,
+    resource: str,
+    plan: Callable[[Sequence[Mapping[str, float]]], list[int]],
+) -> list[int]:
     timeout = ready_timeout_s()
     deadline = time.monotonic() + timeout
     while True:
-        free = free_bundles(chosen.group, request.resource)
         try:
-            return bundles.assign_bundles(free, request)
+            return plan(free_bundles(group, resource))
         except ValueError as error:
             # It fits the group as such, so somebody else holds the places: perhaps an engine that is just dying.
             if time.monotonic() > deadline:
                 raise PlacementError(
-                    f"placement group {chosen.group.id.hex()!r} has no room within {timeout:g} s "
+                    f"placement group {group.id.hex()!r} has no room within {timeout:g} s "
                     f"({READY_TIMEOUT_VARIABLE}): another engine or actor holds its bundles. Of what is free now: "
                     f"{error}"
                 ) from error
