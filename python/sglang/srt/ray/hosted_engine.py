@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine
@@ -18,7 +18,8 @@ from sglang.srt.ray import caller_process
 from sglang.srt.ray.cluster import connect_ray, namespace_of
 from sglang.srt.ray.detokenizer import DetokenizerProcess, instance_files, remove_files
 from sglang.srt.ray.engine_loop import EngineLoop
-from sglang.srt.runtime_context import get_context, get_serving
+from sglang.srt.ray.hosted_tokenizer import EngineStoppedError
+from sglang.srt.runtime_context import restore_context, snapshot_context
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 
@@ -30,6 +31,7 @@ class EngineParts:
     """`rank_actors.RankActors`"""
     detokenizer: DetokenizerProcess | None = None
     tokenizer_manager: Any = None
+    weight_caches: Sequence[Any] = ()
 
     def end(self) -> None:
         """End what was started, and only that. May be called twice.
@@ -37,35 +39,37 @@ class EngineParts:
         Upstream's shutdown kills every child of the process, those that Ray started included.
         """
         caller_process.note_ended(self)
+        manager, self.tokenizer_manager = self.tokenizer_manager, None
+        if manager is not None:
+            manager.fail(EngineStoppedError("the engine was shut down"))
         if self.ranks is not None:
             self.ranks.end()
+            if (bootstrap := self.ranks.engine_info_bootstrap_server) is not None:
+                bootstrap.close()
         if self.detokenizer is not None:
             self.detokenizer.end()
-        if self.tokenizer_manager is not None:
-            manager, self.tokenizer_manager = self.tokenizer_manager, None
-            if (processor := getattr(manager, "mm_processor", None)) is not None:
-                processor.shutdown()
-            manager.cuda_vmm_feature_transport.shutdown()
-            manager.close()
+        if manager is not None:
+            _close_manager(manager)
+        Engine._terminate_weight_cache_daemons(self.weight_caches)
         if self.ranks is not None:
             remove_files(instance_files(self.ranks.port_args))
 
-    def connect(self) -> None:
-        """Have every part report its end to the watch, and the watch tell the tokenizer."""
+    def connect(self, launched: Sequence[Any]) -> None:
+        """Have every part report its end to the watch, and the watch tell the tokenizer. `launched`: the six values."""
+        self.tokenizer_manager, self.weight_caches = launched[0], launched[5] or ()
         watch = self.ranks.watch
         if self.detokenizer is not None:
             self.detokenizer.watch(watch.fail)
         self.tokenizer_manager.report_failure = watch.fail
         watch.on_failure(self.tokenizer_manager.fail)
-        caller_process.note_running(self, _published_config())
+        self.ranks.parts = self
 
 
-def _published_config() -> dict[str, Any]:
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-
-    server_args: Any = get_context().server_args
-    view = resolving_view(server_args)
-    return {name: getattr(view, name) for name in server_args.__struct_fields__}
+def _close_manager(manager: Any) -> None:
+    if (processor := getattr(manager, "mm_processor", None)) is not None:
+        processor.shutdown()
+    manager.cuda_vmm_feature_transport.shutdown()
+    manager.close()
 
 
 _launching: contextvars.ContextVar[EngineParts | None] = contextvars.ContextVar(
@@ -75,12 +79,15 @@ _launching: contextvars.ContextVar[EngineParts | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def _parts_of_a_launch() -> Iterator[EngineParts]:
+    """Parts that are ended, and a published configuration that is put back, if the launch fails."""
     parts = EngineParts()
     token = _launching.set(parts)
+    published = snapshot_context()
     try:
         yield parts
     except BaseException:
         parts.end()
+        restore_context(published)
         raise
     finally:
         _launching.reset(token)
@@ -91,6 +98,34 @@ def parts_being_launched() -> EngineParts:
     parts = _launching.get()
     assert parts is not None, "called outside RayEngine._launch_subprocesses"
     return parts
+
+
+def _resolved(server_args: ServerArgs) -> dict[str, Any]:
+    """Field names and decided values."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    record: Any = server_args
+    record.resolve_once()
+    view = resolving_view(record)
+    return {name: getattr(view, name) for name in record.__struct_fields__}
+
+
+def _refuse_what_ends_processes(config: Mapping[str, Any]) -> None:
+    """Options of upstream's that work by forking this process or by ending it.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, usual in (
+        ("tokenizer_worker_num", 1),
+        ("detokenizer_worker_num", 1),
+        ("debug_tensor_dump_input_file", None),
+    ):
+        if config[name] != usual:
+            raise ValueError(
+                f"{name}={config[name]!r} is not supported by the Ray backend: upstream ends the process "
+                f"that hosts the engine when that is through or fails; leave it at {usual!r}"
+            )
 
 
 class HostedEngine(Engine):
@@ -105,10 +140,12 @@ class HostedEngine(Engine):
             caller_process.settings_kept(),
             _parts_of_a_launch() as parts,
         ):
+            config = _resolved(server_args)
+            _refuse_what_ends_processes(config)
+            caller_process.check_agrees(config)
             launched = super()._launch_subprocesses(server_args, *args, **kwargs)
-            parts.tokenizer_manager = launched[0]
-            parts.connect()
-            parts.ranks.parts = parts
+            parts.connect(launched)
+            caller_process.note_running(parts, config)
         return launched
 
     @classmethod
@@ -116,11 +153,6 @@ class HostedEngine(Engine):
         cls, server_args: ServerArgs, port_args: PortArgs, run_detokenizer_process_func: Any
     ) -> Any:
         """Start the detokenizer; upstream, whose watchdog would kill this process, gets nothing to watch."""
-        if get_serving().detokenizer_worker_num > 1:
-            raise ValueError(
-                f"detokenizer_worker_num={get_serving().detokenizer_worker_num!r}: the Ray backend runs one "
-                f"detokenizer (upstream's router of several ends the process that hosts the engine when it fails)"
-            )
         parts = parts_being_launched()
         parts.detokenizer = DetokenizerProcess(
             server_args, port_args, instance_files(parts.ranks.port_args)

@@ -26,6 +26,10 @@ class TokenizerFailedError(EngineFailedError):
     """The loop that receives the engine's answers broke."""
 
 
+class EngineStoppedError(EngineFailedError):
+    """The engine was shut down while a call waited for it, or before."""
+
+
 class HostedTokenizerManager(TokenizerManager):
     """Runs in the process that launched the engine, on the loop of the first call; `fail` may come from any thread."""
 
@@ -65,7 +69,12 @@ class HostedTokenizerManager(TokenizerManager):
             self.report_failure(TokenizerFailedError(f"receiving answers broke: {error!r}"))
 
     def fail(self, failure: EngineFailedError) -> None:
-        """End every wait with `failure`, refuse new requests, and let `/health` answer 503. From any thread."""
+        """End every wait with `failure`, refuse new requests, and let `/health` answer 503. From any thread.
+
+        The first failure stays.
+        """
+        if self.failure is not None:
+            return
         self.failure = failure
         self.gracefully_exit = True
         self.server_status = ServerStatus.UnHealthy
@@ -128,10 +137,10 @@ class HostedTokenizerManager(TokenizerManager):
         for task in self.asyncio_tasks:
             if not task.get_loop().is_closed():
                 task.cancel()
-        sockets: list[Any] = [self.recv_from_detokenizer, self.send_to_scheduler]
-        for socket in sockets:
-            socket.close(linger=0)
-        sockets[0].context.term()
+        inbox: Any = self.recv_from_detokenizer
+        inbox.context.destroy(
+            linger=0
+        )  # the context is this manager's own; its two sockets go with it
 
 
 class WrongLoopError(Exception):
