@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tiny_qwen import write_tiny_qwen
+
+# Ray gives a raylet 30 s to start; a loaded machine takes longer.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import ray
 
 from sglang.srt.ray import rank_environment
 from sglang.srt.ray.rank_environment import cpu_shares, rank_environments
@@ -49,3 +52,19 @@ def test_only_engines_that_sleep_get_the_memory_savers_preload(monkeypatch, aske
     environments = rank_environments(["n", "n"], device="cuda", memory_saver=asked, environment={})
     expected = {"LD_PRELOAD": "/lib/saver.so"} if asked else {}
     assert environments == [expected, expected]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_actor_of_an_engine_that_sleeps_is_started_with_the_library_on_disk(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    (environment,) = rank_environments(["n"], device="cuda", memory_saver=True)
+
+    @ray.remote(num_cpus=0)
+    def started_with() -> str:
+        variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+        (preload,) = [one for one in variables if one.startswith(b"LD_PRELOAD=")]
+        return preload.partition(b"=")[2].decode()
+
+    preload = ray.get(started_with.options(runtime_env={"env_vars": environment}).remote())
+    assert Path(preload).is_file()
+    assert "torch_memory_saver" in Path(preload).name

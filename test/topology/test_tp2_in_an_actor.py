@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ class Host:
         launcher = threading.Thread(target=launch)
         launcher.start()
         launcher.join()
+        assert self.engine is not None, "the launch failed; its thread printed why"
         after = (
             signal.getsignal(signal.SIGQUIT),
             multiprocessing.get_start_method(allow_none=True),
@@ -114,8 +116,27 @@ def arguments(model: Any, port: int) -> dict[str, Any]:
     }
 
 
-def start_host(model: Any, port: int, group: Any) -> tuple[Any, list[Any]]:
-    environment = {"env_vars": {"SGLANG_RAY_BUNDLE_INDICES": "2,0"}}
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory) -> Path:
+    """A folder with an installed plugin, which notes the process that loads it."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "noting_plugin.py").write_text(
+        "import os, pathlib\n"
+        "def note():\n"
+        "    pathlib.Path(__file__).with_name(f'loaded-{os.getpid()}').touch()\n"
+    )
+    metadata = folder / "noting_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: noting-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nnoting = noting_plugin:note\n"
+    )
+    return folder
+
+
+def start_host(model: Any, port: int, group: Any, plugin: Path) -> tuple[Any, list[Any]]:
+    path = os.pathsep.join([str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"env_vars": {"SGLANG_RAY_BUNDLE_INDICES": "2,0", "PYTHONPATH": path}}
     host = ray.remote(num_cpus=0, max_concurrency=4)(Host).options(runtime_env=environment).remote()
     actors = ray.get(host.start.remote(arguments(model, port), group), timeout=START_TIMEOUT_S)
     wait_for(lambda: healthy(port), "the server's health", START_TIMEOUT_S)
@@ -130,8 +151,8 @@ def healthy(port: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def hosted(tiny_qwen, group, port) -> Iterator[tuple[Any, list[Any]]]:
-    host, actors = start_host(tiny_qwen, port, group)
+def hosted(tiny_qwen, group, port, plugin) -> Iterator[tuple[Any, list[Any]]]:
+    host, actors = start_host(tiny_qwen, port, group, plugin)
     yield host, actors
     ray.kill(host)
 
@@ -182,6 +203,12 @@ def pid_of(actor: Any) -> int:
     return state.actors(actor._actor_id.hex())["Pid"]
 
 
+def test_the_callers_runtime_environment_and_its_plugins_reach_the_ranks(hosted, plugin):
+    _, actors = hosted
+    loaded = {int(note.name.partition("-")[2]) for note in plugin.glob("loaded-*")}
+    assert {pid_of(actor) for actor in actors} <= loaded
+
+
 def test_a_killed_rank_is_told_to_everybody_within_five_seconds(hosted, port):
     host, actors = hosted
     answers: list[Any] = []
@@ -213,11 +240,13 @@ def test_a_killed_rank_is_told_to_everybody_within_five_seconds(hosted, port):
 
 
 def test_a_killed_host_leaves_nothing_and_its_place_is_free_within_a_second(
-    hosted, port, group, tiny_qwen
+    hosted, port, group, tiny_qwen, plugin
 ):
     host, _ = hosted
     os.kill(ray.get(host.pid.remote()), signal.SIGKILL)
-    again, _ = start_host(tiny_qwen, port, group)  # at once, in the same bundles, on the same port
+    again, _ = start_host(
+        tiny_qwen, port, group, plugin
+    )  # at once, in the same bundles, on the same port
     try:
         assert generated(port) == greedy_by_transformers(tiny_qwen, PROMPTS, NEW_TOKENS)
         titles = [" ".join(process.cmdline()) for process in engine_processes()]
