@@ -6,17 +6,21 @@ blocks in uvicorn. The stand-alone server of `server_process.py` is the same two
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.srt.ray.rank_actors import RankActors, RankDiedError, ended_on_failure
+from sglang.srt.ray.caller_process import only_server
+from sglang.srt.ray.liveness import EngineFailedError
+from sglang.srt.ray.rank_actors import RankActors
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils import kill_process_tree
 
 logger = logging.getLogger(__name__)
+
+_LAST_ANSWERS_S = 1.0  # after a failure: time for waiting requests and health probes to be told, before the port closes
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,32 +58,28 @@ class LaunchedEngine:
         """Actor handles, in rank order."""
         return self.scheduler_init_result.scheduler_actors
 
+    @property
+    def failure(self) -> EngineFailedError | None:
+        """Why the engine is dead; None while it lives."""
+        watch = self.scheduler_init_result.watch
+        return None if watch is None else watch.failure
+
     def shutdown(self) -> None:
         """End the HTTP server, the ranks, the detokenizer and an own placement group; nothing else.
 
-        May be called twice.
+        May be called twice, from any thread.
         """
         with self._ended:
             if (stop_server := self.tokenizer_manager._server_stop_hook) is not None:
                 stop_server()
-            end_launched(self.subprocess_watchdog, self.scheduler_init_result)
-
-
-def end_launched(subprocess_watchdog: Any, scheduler_init_result: RankActors) -> None:
-    """End what a launch started, and only that.
-
-    Upstream's shutdown kills every child of the process, those that Ray started included.
-    """
-    if subprocess_watchdog is not None:
-        subprocess_watchdog.stop()
-    scheduler_init_result.end()
-    for pid in scheduler_init_result.all_child_pids:
-        kill_process_tree(pid, wait_timeout=10)
-    scheduler_init_result.all_child_pids.clear()
+            self.scheduler_init_result.parts.end()
 
 
 def launch_engine(server_args: ServerArgs, *, placement_group: Any | None = None) -> LaunchedEngine:
     """Start an engine: its ranks as Ray actors, its tokenizer in this process. Blocks until every rank is ready.
+
+    May be called on any thread, which may end afterwards. Without a Ray context it connects to a running cluster, or
+    starts a local one, in the namespace `server_args.ray_namespace`.
 
     Args:
         server_args: as for `launch_server`; `use_ray` is implied.
@@ -87,18 +87,19 @@ def launch_engine(server_args: ServerArgs, *, placement_group: Any | None = None
 
     Raises:
         ValueError, PlacementError: the placement group can't hold the engine.
+        NameTakenError: another engine lives in the same bundles.
+        EngineConflictError: this process runs an engine with another configuration.
         LaunchError: a rank could not start. Whatever had been started is gone again.
     """
     from sglang.srt.ray.engine import RayEngine
 
-    with ended_on_failure():
-        launched: Any = RayEngine._launch_subprocesses(
-            server_args,
-            init_tokenizer_manager_func=RayEngine.init_tokenizer_manager_func,
-            run_scheduler_process_func=RayEngine.run_scheduler_process_func,
-            run_detokenizer_process_func=RayEngine.run_detokenizer_process_func,
-            placement_group=placement_group,
-        )
+    launched: Any = RayEngine._launch_subprocesses(
+        server_args,
+        init_tokenizer_manager_func=RayEngine.init_tokenizer_manager_func,
+        run_scheduler_process_func=RayEngine.run_scheduler_process_func,
+        run_detokenizer_process_func=RayEngine.run_detokenizer_process_func,
+        placement_group=placement_group,
+    )
     manager, templates, ports, ranks, watchdog, weight_caches = launched
     return LaunchedEngine(
         tokenizer_manager=manager,
@@ -114,40 +115,61 @@ def serve_http(engine: LaunchedEngine, server_args: ServerArgs) -> None:
     """Serve the engine's HTTP endpoints. Blocks until the server is stopped, on whichever thread calls it.
 
     Raises:
-        RankDiedError: the server stopped because a rank died.
+        EngineFailedError: the server stopped because a part of the engine died (`RankDiedError`: a rank) or because
+            the warm-up request failed (`WarmupFailedError`).
+        EngineConflictError: this process serves another engine.
     """
-    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.http_server import _setup_and_run_http_server, app
+    from sglang.srt.ray.warmup import hosted_warmup
     from sglang.srt.ray.weight_routes import add_weight_routes
 
-    add_weight_routes(http_server.app, getattr(engine.tokenizer_manager, "weight_fence", None))
     ranks = engine.scheduler_init_result
+    assert ranks.watch is not None
 
-    def stop(failure: RankDiedError) -> None:
+    def stop_soon(failure: EngineFailedError) -> None:
+        timer = threading.Timer(_LAST_ANSWERS_S, stop)
+        timer.daemon = True
+        timer.start()
+
+    def stop() -> None:
         if (stop_server := engine.tokenizer_manager._server_stop_hook) is not None:
             stop_server()
 
-    if ranks.watch is not None:
-        ranks.watch.on_failure(stop)
-    http_server._setup_and_run_http_server(
-        server_args,
-        engine.tokenizer_manager,
-        engine.template_manager,
-        engine.port_args,
-        ranks.scheduler_infos,
-        engine.subprocess_watchdog,
-        execute_warmup_func=http_server._execute_server_warmup,
-    )
-    if ranks.watch is not None and ranks.watch.failure is not None:
+    app.add_exception_handler(EngineFailedError, _answer_failure)
+    add_weight_routes(app, getattr(engine.tokenizer_manager, "weight_fence", None))
+    with only_server(engine):
+        ranks.watch.on_failure(stop_soon)
+        _setup_and_run_http_server(
+            server_args,
+            engine.tokenizer_manager,
+            engine.template_manager,
+            engine.port_args,
+            ranks.scheduler_infos,
+            engine.subprocess_watchdog,
+            execute_warmup_func=hosted_warmup(ranks.watch.fail),
+        )
+    if ranks.watch.failure is not None:
         raise ranks.watch.failure
+
+
+async def _answer_failure(request: Any, failure: Exception) -> Any:
+    from fastapi.responses import JSONResponse
+
+    error = {"type": type(failure).__name__, "message": str(failure), "code": 503}
+    return JSONResponse({"error": error}, status_code=503)
 
 
 def shutdown_ray_engine(engine: Any) -> None:
     """What `RayEngine.shutdown` does: as upstream's, but it never touches a process that the engine did not start."""
+    atexit.unregister(engine.shutdown)
     result = getattr(engine, "_scheduler_init_result", None)
-    if result is None:
-        return  # the launch failed, and whatever it had started was ended there
-    if isinstance(result, RankActors):
-        end_launched(engine.tokenizer_manager._subprocess_watchdog, result)
+    if isinstance(
+        result, RankActors
+    ):  # else the launch failed, and whatever it had started was ended there
+        result.parts.end()
     if (send_to_rpc := getattr(engine, "send_to_rpc", None)) is not None:
-        send_to_rpc.close(linger=0)
         engine.send_to_rpc = None
+        send_to_rpc.close(linger=0)
+        send_to_rpc.context.term()
+    if (loop := getattr(engine, "loop", None)) is not None:
+        loop.end()

@@ -1,9 +1,9 @@
-"""Which placement group an engine uses, and which bundle each of its ranks gets.
+"""Which placement group an engine uses, and where in it the ranks find free places.
 
 One rule chooses the group: the explicit keyword, else the group set with `use_placement_group`, else the group
 that the calling Ray actor runs in, else a group made (and later removed) by the engine. Upstream decides this
-inside its launch function and knows GPU bundles only; here it is a pure plan (`assign_bundles`) over bundle
-specifications, so that CPU ranks, node-sized bundles and refusals can be tested without a cluster.
+inside its launch function, for GPU bundles only, and waits for ever; here every wait has a deadline and says what the
+cluster lacks. Which bundle each rank gets is planned in `bundles.py`, without a cluster.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import contextlib
 import contextvars
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.placement_group import placement_group as create_placement_group
 
-from sglang.srt.environ import envs
+from sglang.srt.ray.bundles import assign_bundles, bundle_indices_from_environment
 
 READY_TIMEOUT_VARIABLE = "SGLANG_RAY_PLACEMENT_TIMEOUT_S"
 DEFAULT_READY_TIMEOUT_S = 60.0
+_POLL_S = 0.2
 
 _ambient_group: contextvars.ContextVar[PlacementGroup | None] = contextvars.ContextVar(
     "sglang_ray_placement_group", default=None
@@ -83,7 +85,7 @@ def actor_resources(device: str) -> dict[str, float]:
 def choose_group(
     explicit: PlacementGroup | None, *, device: str, ranks: int, nodes: int
 ) -> ChosenGroup:
-    """Apply the one rule and wait until the group is ready.
+    """Apply the one rule and wait until the group is ready. Called by the launching thread, whose context counts.
 
     Raises:
         PlacementError: the group was removed, or is not ready within the deadline
@@ -119,9 +121,10 @@ def ready_timeout_s() -> float:
 def _wait_ready(chosen: ChosenGroup) -> None:
     group = chosen.group
     timeout = ready_timeout_s()
-    if _table(group).get("state") == "REMOVED":
+    if (state := _table(group).get("state")) in ("REMOVED", None):
+        found = "was removed" if state else "is unknown to this cluster"
         raise PlacementError(
-            f"placement group {group.id.hex()!r} (from {chosen.source!r}) was removed; create a new one"
+            f"placement group {group.id.hex()!r} (from {chosen.source!r}) {found}; create a new one"
         )
     if group.wait(timeout_seconds=timeout):
         return
@@ -143,113 +146,73 @@ def _table(group: PlacementGroup) -> dict[str, Any]:
     return placement_group_table(group)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one rank runs."""
+
+    bundle: int
+    node: str
+    """Node id in hex. Not the address: two raylets of one machine share it."""
+
+
+def place_ranks(chosen: ChosenGroup, *, device: str, ranks: int, replicas: int) -> list[Place]:
+    """The place of each rank, in rank order, where a device is free now; waits for a dying engine's to become free.
+
+    Raises:
+        ValueError: the group can't hold the ranks, whatever is free (see `assign_bundles`).
+        PlacementError: it could, but others hold its places.
+    """
+    group, nodes = chosen.group, bundle_nodes(chosen.group)
+
+    def plan(bundles: Sequence[Mapping[str, float]]) -> list[int]:
+        return assign_bundles(
+            bundles,
+            ranks=ranks,
+            replicas=replicas,
+            resource=device_resource(device),
+            one_device_per_bundle=chosen.one_device_per_bundle,
+            indices=None if chosen.owned else bundle_indices_from_environment(),
+            nodes=nodes,
+            engine_node=ray.get_runtime_context().get_node_id(),
+        )
+
+    planned = plan(group.bundle_specs)
+    if not chosen.owned:
+        planned = _on_free_bundles(group, device_resource(device), plan)
+    return [Place(bundle=index, node=nodes[index]) for index in planned]
+
+
 def bundle_nodes(group: PlacementGroup) -> list[str]:
     """Node id (hex) of each bundle. Node ids, not addresses: two raylets of one machine share an address."""
     nodes = _table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(group.bundle_specs))]
 
 
-def bundle_indices_from_environment() -> list[int] | None:
-    """`SGLANG_RAY_BUNDLE_INDICES` ("3,1") as a list, None when unset.
-
-    Raises:
-        ValueError: an entry is not an integer.
-    """
-    text = envs.SGLANG_RAY_BUNDLE_INDICES.get()
-    if not text:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(
-            f"SGLANG_RAY_BUNDLE_INDICES={text!r} is not a comma-separated list of bundle numbers"
-        ) from error
-
-
-def assign_bundles(
-    bundles: Sequence[dict[str, float]],
-    *,
-    ranks: int,
+def _on_free_bundles(
+    group: PlacementGroup,
     resource: str,
-    one_device_per_bundle: bool,
-    indices: Sequence[int] | None = None,
-    nodes: Sequence[str] | None = None,
-    engine_node: str | None = None,
+    plan: Callable[[Sequence[Mapping[str, float]]], list[int]],
 ) -> list[int]:
-    """Bundle index of each rank, in rank order. Pure: no cluster is asked.
-
-    Args:
-        bundles: the group's bundle specifications.
-        ranks: how many ranks the engine has.
-        resource: what one rank takes one unit of (`CPU` or `GPU`).
-        one_device_per_bundle: refuse bundles with more than one GPU, and never put two ranks in one.
-        indices: bundles to use, in rank order; None takes those that have the resource, the engine's node first.
-        nodes, engine_node: node id of each bundle and of the launching process, to place rank 0 beside it.
-
-    Raises:
-        ValueError: the group cannot hold the ranks as asked, with what was needed and what was found.
-    """
-    found = f"found {len(bundles)} bundle(s): {list(bundles)!r}"
-    if indices is None:
-        candidates = [i for i, bundle in enumerate(bundles) if bundle.get(resource, 0) >= 1]
-        if nodes is not None and engine_node is not None:
-            candidates.sort(key=lambda i: nodes[i] != engine_node)
-    else:
-        candidates = _checked_indices(indices, len(bundles))
-    slots = _slots(
-        bundles, candidates, resource, one_device_per_bundle, explicit=indices is not None
-    )
-    if indices is not None and len(slots) != ranks:
-        raise ValueError(
-            f"SGLANG_RAY_BUNDLE_INDICES={list(indices)!r} gives {len(slots)} place(s) with one {resource} each, "
-            f"needed exactly {ranks} (one per rank); {found}"
-        )
-    if len(slots) < ranks:
-        raise ValueError(
-            f"the placement group is too small: needed {ranks} bundle place(s) with one {resource} each, "
-            f"found {len(slots)} in {len(bundles)} bundle(s): {list(bundles)!r}"
-        )
-    chosen = slots[:ranks]
-    if nodes is not None and engine_node is not None and nodes[chosen[0]] != engine_node:
-        raise ValueError(
-            f"rank 0 would run on node {nodes[chosen[0]]!r} (bundle {chosen[0]}), but the launching process runs on "
-            f"{engine_node!r}: they talk over local sockets. Name a bundle of that node first in "
-            f"SGLANG_RAY_BUNDLE_INDICES (here: {[i for i, n in enumerate(nodes) if n == engine_node]!r}), "
-            f"or launch from the node of that bundle."
-        )
-    return chosen
+    timeout = ready_timeout_s()
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return plan(free_bundles(group, resource))
+        except ValueError as error:
+            # It fits the group as such, so somebody else holds the places: perhaps an engine that is just dying.
+            if time.monotonic() > deadline:
+                raise PlacementError(
+                    f"placement group {group.id.hex()!r} has no room within {timeout:g} s "
+                    f"({READY_TIMEOUT_VARIABLE}): another engine or actor holds its bundles. Of what is free now: "
+                    f"{error}"
+                ) from error
+        time.sleep(_POLL_S)
 
 
-def _checked_indices(indices: Sequence[int], total: int) -> list[int]:
-    if len(set(indices)) != len(indices):
-        raise ValueError(f"SGLANG_RAY_BUNDLE_INDICES has duplicates: {list(indices)!r}")
-    if outside := [i for i in indices if not 0 <= i < total]:
-        raise ValueError(
-            f"SGLANG_RAY_BUNDLE_INDICES names {outside!r}, but the group has bundles 0 to {total - 1}"
-        )
-    return list(indices)
-
-
-def _slots(
-    bundles: Sequence[dict[str, float]],
-    candidates: Sequence[int],
-    resource: str,
-    one_device_per_bundle: bool,
-    *,
-    explicit: bool,
-) -> list[int]:
-    """Each candidate bundle, once for every rank that it can hold."""
-    slots: list[int] = []
-    for index in candidates:
-        devices = int(bundles[index].get(resource, 0))
-        if devices < 1 and explicit:
-            raise ValueError(f"bundle {index} has no {resource}: {dict(bundles[index])!r}")
-        if one_device_per_bundle:
-            if resource == "GPU" and devices > 1:
-                raise ValueError(
-                    f"bundle {index} has {devices} GPUs where one is asked ({dict(bundles[index])!r}); give the "
-                    f"engine a group with one GPU a bundle"
-                )
-            devices = 1
-        slots.extend([index] * devices)
-    return slots
+def free_bundles(group: PlacementGroup, resource: str) -> list[dict[str, float]]:
+    """What is free of `resource` in each bundle now. Ray names a bundle's share `CPU_group_INDEX_GROUP`."""
+    available = ray.available_resources()
+    return [
+        {resource: available.get(f"{resource}_group_{index}_{group.id.hex()}", 0.0)}
+        for index in range(len(group.bundle_specs))
+    ]

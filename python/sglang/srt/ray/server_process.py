@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from sglang.srt.ray.cluster import connect_ray, namespace_of
 from sglang.srt.ray.launch import LaunchedEngine, launch_engine, serve_http
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def run_server_process(server_args: Any) -> None:
         Whatever `launch_engine` raises. Nothing that was started here is left behind in any case.
     """
     stop = threading.Event()
-    started_ray = connect_ray()
+    started_ray = connect_ray(namespace=namespace_of(server_args))
     engine: LaunchedEngine | None = None
     try:
         engine = _launch_interruptibly(server_args)
@@ -63,18 +64,6 @@ def _signals_call(handler: Callable[..., None]) -> Iterator[None]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def connect_ray() -> bool:
-    """Join the running Ray cluster, or start a local one. Returns whether one was started here."""
-    if ray.is_initialized():
-        return False
-    try:
-        ray.init(address="auto", log_to_driver=True)
-        return False
-    except ConnectionError:
-        ray.init(address="local", include_dashboard=False, log_to_driver=True)
-        return True
 
 
 def _launch_interruptibly(server_args: Any) -> LaunchedEngine | None:

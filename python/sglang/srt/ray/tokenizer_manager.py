@@ -2,7 +2,7 @@
 
 Upstream's default pause, `abort`, ends all requests but never tells the scheduler, so nothing there could know whether
 bytes may land; here it is followed by a pause that does. Engines without `--enable-rdt-weight-sync` keep upstream's
-class.
+pause.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightVersionReqInput,
 )
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.ray.hosted_engine import parts_being_launched
+from sglang.srt.ray.hosted_tokenizer import HostedTokenizerManager
 from sglang.srt.ray.weight_fence import WeightFence
 from sglang.srt.ray.weight_sync.errors import EngineRequestError, EngineTornError
 from sglang.srt.runtime_context import get_device
@@ -56,20 +57,16 @@ class FencedCondition(asyncio.Condition):
         return result
 
 
-class WeightSyncTokenizerManager(TokenizerManager):
+class WeightSyncTokenizerManager(HostedTokenizerManager):
     """Runs in the process that launched the engine, on its event loop. Implements `weight_fence.EngineEffects`."""
 
     weight_fence: WeightFence
 
     def init_weight_update(self) -> None:
-        from sglang.srt.ray.rank_actors import (
-            current_launch,
-        )  # its module needs RayEngine's, which needs this
-
         super().init_weight_update()  # type: ignore[no-untyped-call]
-        launch = current_launch()
+        actors = parts_being_launched().ranks.scheduler_actors
         self.weight_fence = WeightFence(
-            self, launch.scheduler_actors, version=str(self.config_value("weight_version"))
+            self, actors, version=str(self.config_value("weight_version"))
         )
         self.is_pause_cond = FencedCondition(self._check_serving)
 
@@ -157,7 +154,7 @@ class WeightSyncTokenizerManager(TokenizerManager):
             self._handle_abort_req(AbortReq(rid=rid, finished_reason=finish))
 
     def _communicator(self, verb: str) -> Any:
-        self.auto_create_handle_loop()  # type: ignore[no-untyped-call]
+        self.auto_create_handle_loop()
         return getattr(self, f"{verb}_communicator")  # upstream makes these by name
 
     @staticmethod
@@ -168,5 +165,7 @@ class WeightSyncTokenizerManager(TokenizerManager):
 
 def init_ray_tokenizer_manager(server_args: Any, port_args: Any) -> tuple[Any, Any]:
     """What RayEngine calls in place of upstream's `init_tokenizer_manager`."""
-    chosen: Any = WeightSyncTokenizerManager if get_device().enable_rdt_weight_sync else None
+    chosen: Any = HostedTokenizerManager
+    if get_device().enable_rdt_weight_sync:
+        chosen = WeightSyncTokenizerManager
     return init_tokenizer_manager(server_args, port_args, chosen)
