@@ -1,0 +1,67 @@
+"""The shards of all ranks, built one after the other, together hold exactly the checkpoint of Hugging Face's own class."""
+
+import math
+
+import families
+import pytest
+from shards import Topology, build_shard, publish_args
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.shards import trace_shard_plan
+
+NO_PIPELINE = ("gemma", "gemma2")  # upstream's Gemma classes build every layer on every stage
+DENSE = [Topology(), Topology(tp=2), Topology(tp=4), Topology(pp=2), Topology(tp=2, pp=2)]
+MOE = [*DENSE, Topology(tp=2, ep=2), Topology(tp=4, ep=2), Topology(tp=2, pp=2, ep=2)]
+CASES = [
+    pytest.param(family, topology, id=f"{family}-{topology}")
+    for family in families.FAMILIES
+    for topology in (MOE if family in families.MOE_FAMILIES else DENSE)
+    if not (topology.pp > 1 and family in NO_PIPELINE)
+]
+
+
+@pytest.mark.parametrize(("family", "topology"), CASES)
+def test_every_checkpoint_element_has_a_place_and_no_parameter_is_left_open(
+    family, topology, config_folder
+):
+    server_args = publish_args(config_folder(family))
+    shapes = families.checkpoint_shapes(family)
+    manifest = [TensorSpec(name=n, shape=s, dtype="float32") for n, s in shapes.items()]
+    held = [set() for _ in manifest]
+    for rank in topology.ranks():
+        model = build_shard(server_args, rank)
+        # Outside the context, as a trainer loads: the shard remembers which one it is.
+        plan = trace_shard_plan(model, manifest, WeightLayout.of_model(model).fingerprint)
+        assert plan.missing_targets == ()
+        computed = {name for name in plan.computed_targets if not _is_gemma_norm(family, name)}
+        assert computed == set()
+        for run in (run for runs in plan.targets.values() for run in runs):
+            for row in range(run.count):
+                start = run.source_start + row * run.source_stride
+                held[run.source].update(range(start, start + run.length))
+    for spec, elements in zip(manifest, held, strict=True):
+        if not _is_gemma_norm(family, spec.name):
+            assert len(elements) == math.prod(spec.shape), spec.name
+
+
+def _is_gemma_norm(family, name):
+    return family.startswith("gemma") and "norm" in name
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_single_rank_holds_as_many_elements_as_the_checkpoint(family, config_folder):
+    model = build_shard(publish_args(config_folder(family)), Topology().ranks()[0])
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert held == sum(math.prod(shape) for shape in families.checkpoint_shapes(family).values())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_projections_of_a_rank_are_a_tp_th_of_the_whole(tp, config_folder):
+    server_args = publish_args(config_folder("qwen2"))
+    whole, *_ = (build_shard(server_args, rank) for rank in Topology().ranks())
+    sizes = {name: p.numel() for name, p in whole.named_parameters()}
+    for rank in Topology(tp=tp).ranks():
+        shard = dict(build_shard(server_args, rank).named_parameters())
+        assert shard.keys() == sizes.keys()
+        for name, parameter in shard.items():
+            split = 1 if "norm" in name else tp
+            assert parameter.numel() * split == sizes[name], name
