@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sglang.srt.configs.device_config import DeviceConfig
@@ -61,3 +64,34 @@ def build_shard(server_args: ServerArgs, rank: RankParallelismConfig) -> torch.n
             load_config=LoadConfig(load_format="dummy"),
             device_config=DeviceConfig("cpu"),
         )
+
+
+def elements_landed(
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
+    """Load a checkpoint whose elements are numbered through, and return the numbers that stand in each parameter.
+
+    -1 stands where nothing was loaded. Done with the model's real parameters and loader: float32 holds whole numbers
+    up to 2^24 exactly, and these models are smaller.
+    """
+    assert sum(map(math.prod, shapes.values())) < 2**24
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-1)
+    model.load_weights(numbered_checkpoint(shapes))
+    return {name: p.detach().numpy().ravel().astype(int) for name, p in model.named_parameters()}
+
+
+def numbered_checkpoint(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, torch.Tensor]]:
+    tensors, first = [], 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        numbers = torch.arange(first, first + size, dtype=torch.float32)
+        tensors.append((name, numbers.view(shape)))
+        first += size
+    return tensors
+
+
+def tensors_by_element(shapes: Mapping[str, tuple[int, ...]]) -> np.ndarray:
+    """For each element number, the index of the checkpoint tensor it belongs to."""
+    return np.repeat(np.arange(len(shapes)), [math.prod(shape) for shape in shapes.values()])

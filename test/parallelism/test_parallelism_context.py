@@ -155,7 +155,7 @@ def test_tp_alone_is_enough_of_a_description(server_args):
 
 
 def test_dp_attention_splits_attention_by_less_than_tp(config_folder):
-    server_args = publish_args(config_folder("qwen2"))
+    server_args = publish_args(config_folder("qwen3-moe"))
     attention, whole = {}, Topology(tp=2).ranks()[0]
     alone = RankParallelismConfig(tp_size=2, attn_dp_size=2, attn_tp_size=1, world_size=2)
     for name, rank in (("split", whole), ("whole", alone)):

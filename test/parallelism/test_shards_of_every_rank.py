@@ -3,10 +3,9 @@
 import math
 
 import families
+import numpy as np
 import pytest
-from shards import Topology, build_shard, publish_args
-from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
-from sglang.srt.ray.weight_sync.shards import trace_shard_plan
+from shards import Topology, build_shard, elements_landed, publish_args
 
 NO_PIPELINE = ("gemma", "gemma2")  # upstream's Gemma classes build every layer on every stage
 DENSE = [Topology(), Topology(tp=2), Topology(tp=4), Topology(pp=2), Topology(tp=2, pp=2)]
@@ -25,26 +24,23 @@ def test_every_checkpoint_element_has_a_place_and_no_parameter_is_left_open(
 ):
     server_args = publish_args(config_folder(family))
     shapes = families.checkpoint_shapes(family)
-    manifest = [TensorSpec(name=n, shape=s, dtype="float32") for n, s in shapes.items()]
-    held = [set() for _ in manifest]
+    landed = [np.empty(0, dtype=int)]
     for rank in topology.ranks():
         model = build_shard(server_args, rank)
         # Outside the context, as a trainer loads: the shard remembers which one it is.
-        plan = trace_shard_plan(model, manifest, WeightLayout.of_model(model).fingerprint)
-        assert plan.missing_targets == ()
-        computed = {name for name in plan.computed_targets if not _is_gemma_norm(family, name)}
-        assert computed == set()
-        for run in (run for runs in plan.targets.values() for run in runs):
-            for row in range(run.count):
-                start = run.source_start + row * run.source_stride
-                held[run.source].update(range(start, start + run.length))
-    for spec, elements in zip(manifest, held, strict=True):
-        if not _is_gemma_norm(family, spec.name):
-            assert len(elements) == math.prod(spec.shape), spec.name
+        for name, elements in elements_landed(model, shapes).items():
+            assert (elements >= 0).all(), name
+            if not shifted_by_one(family, name):
+                landed.append(elements)
+    expected = [
+        np.full(math.prod(shape), not shifted_by_one(family, name)) for name, shape in shapes.items()
+    ]
+    assert np.array_equal(np.unique(np.concatenate(landed)), np.flatnonzero(np.concatenate(expected)))
 
 
-def _is_gemma_norm(family, name):
-    return family.startswith("gemma") and "norm" in name
+def shifted_by_one(family, name):
+    """Upstream's Gemma loader adds 1 to norms; those can't be told from their neighbours."""
+    return family == "gemma" and "norm" in name
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
