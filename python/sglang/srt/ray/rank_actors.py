@@ -100,6 +100,8 @@ class RankActors(RaySchedulerInitResult):
         """Kill the actors and remove the placement group if it is ours. May be called twice."""
         if self.watch is not None:
             self.watch.stop()
+        if self.engine_info_bootstrap_server is not None:
+            self.engine_info_bootstrap_server.close()
         if not ray.is_initialized():
             return  # the cluster connection is gone, and with it everything that this job owned
         end_actors(self.scheduler_actors)
