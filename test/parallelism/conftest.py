@@ -8,14 +8,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import families
 
-from sglang.srt.runtime_context import restore_context, snapshot_context
+from sglang.srt.runtime_context import ParallelContext, RuntimeContext, use_context
 
 
 @pytest.fixture(autouse=True)
-def runtime_context_put_back() -> Iterator[None]:
-    state = snapshot_context()
-    yield
-    restore_context(state)
+def a_process_that_published_nothing() -> Iterator[None]:
+    """Each test publishes into a context of its own, so that none finds what another one left."""
+    with use_context(RuntimeContext(parallel=ParallelContext())):
+        yield
 
 
 @pytest.fixture(scope="session")
