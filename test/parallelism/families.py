@@ -14,18 +14,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
 
-_COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_position_embeddings=512,
-    bos_token_id=0,
-    eos_token_id=2,
-    dtype="float32",
-)
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
 
 
 def _qwen2() -> transformers.PretrainedConfig:
@@ -90,7 +90,7 @@ def _qwen3_moe() -> transformers.PretrainedConfig:
 
 
 def _deepseek_v3() -> transformers.PretrainedConfig:
-    values = _COMMON | dict(num_key_value_heads=8)
+    values = _COMMON | {"num_key_value_heads": 8}
     return transformers.DeepseekV3Config(
         **values,
         q_lora_rank=32,
@@ -110,17 +110,17 @@ def _deepseek_v3() -> transformers.PretrainedConfig:
         scoring_func="sigmoid",
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
-        rope_scaling=dict(
-            rope_type="yarn",
-            type="yarn",
-            rope_theta=10000.0,
-            factor=4.0,
-            original_max_position_embeddings=128,
-            beta_fast=32,
-            beta_slow=1,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-        ),
+        rope_scaling={
+            "rope_type": "yarn",
+            "type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         tie_word_embeddings=False,
         architectures=["DeepseekV3ForCausalLM"],
     )

@@ -9,6 +9,7 @@ import types
 import pytest
 import requests
 from shards import Topology
+
 from sglang.srt.arg_groups.engine_info import DEFAULT_PORT, BootstrapAddress
 from sglang.srt.distributed.parallel_state import RankParallelismConfig
 from sglang.srt.entrypoints import rank_registration
@@ -54,7 +55,10 @@ def taken_port():
 def test_ranks_are_ordered_by_replica_then_stage_then_tp():
     keys = [SHAPE.key(rank) for rank in range(SHAPE.num_ranks)]
     assert keys == [
-        RankKey(dp_rank=dp, pp_rank=pp, tp_rank=tp) for dp in (0, 1) for pp in (0, 1) for tp in (0, 1)
+        RankKey(dp_rank=dp, pp_rank=pp, tp_rank=tp)
+        for dp in (0, 1)
+        for pp in (0, 1)
+        for tp in (0, 1)
     ]
     assert SHAPE.key(8) is None
     assert SHAPE.key(-1) is None
@@ -67,7 +71,9 @@ def test_a_rank_is_served_after_it_registered_and_retryable_before(server):
     assert int(early.headers["Retry-After"]) > 0
     body = {"dp_rank": 1, "pp_rank": 1, "tp_rank": 1, "parallelism_config": config.to_dict()}
     assert put(server, "register_parallelism_config", body).status_code == 200
-    assert RankParallelismConfig.from_dict(get(server, "parallelism_config", rank=7).json()) == config
+    assert (
+        RankParallelismConfig.from_dict(get(server, "parallelism_config", rank=7).json()) == config
+    )
     assert get(server, "parallelism_config", rank=3).status_code == 503  # the other replica's
 
 
@@ -137,7 +143,9 @@ def test_the_default_port_gives_way_and_the_args_name_the_one_taken(config_folde
 
 def test_a_taken_port_that_was_asked_for_is_refused_by_name(config_folder, taken_port):
     args = args_of(config_folder("qwen2"), engine_info_bootstrap_port=taken_port)
-    with pytest.raises(RuntimeError, match=f"engine_info_bootstrap_port={taken_port} can't be bound"):
+    with pytest.raises(
+        RuntimeError, match=f"engine_info_bootstrap_port={taken_port} can't be bound"
+    ):
         start_engine_info_server(args)
 
 
@@ -217,7 +225,9 @@ def test_a_rank_goes_on_trying_until_the_server_is_there():
     key = RankKey(dp_rank=1, pp_rank=0, tp_rank=1)
     config = RankParallelismConfig(tp_size=2, tp_rank=1)
     rank_registration._put(
-        f"http://127.0.0.1:{port}/register_parallelism_config", key, {"parallelism_config": config.to_dict()}
+        f"http://127.0.0.1:{port}/register_parallelism_config",
+        key,
+        {"parallelism_config": config.to_dict()},
     )
     thread.join()
     assert servers[0].parallelism_config(5) == config
@@ -228,7 +238,9 @@ def test_a_rank_that_can_not_register_says_which_one_and_where(monkeypatch, take
     monkeypatch.setattr(rank_registration, "REGISTRATION_TIMEOUT_S", 1.0)
     key = RankKey(dp_rank=0, pp_rank=1, tp_rank=0)
     url = "http://127.0.0.1:9/register_parallelism_config"  # nobody listens on the discard port
-    with pytest.raises(rank_registration.RegistrationError, match=r"pp_rank=1.*127\.0\.0\.1:9.*1 s"):
+    with pytest.raises(
+        rank_registration.RegistrationError, match=r"pp_rank=1.*127\.0\.0\.1:9.*1 s"
+    ):
         rank_registration._put(url, key, {})
 
 
@@ -236,7 +248,7 @@ def test_a_refused_registration_is_not_tried_again(server):
     key = RankKey(dp_rank=0, pp_rank=0, tp_rank=5)
     url = f"http://127.0.0.1:{server.port}/register_parallelism_config"
     started = time.monotonic()
-    with pytest.raises(rank_registration.RegistrationError, match="status 400.*tp_rank=5"):
+    with pytest.raises(rank_registration.RegistrationError, match=r"status 400.*tp_rank=5"):
         rank_registration._put(url, key, {"parallelism_config": {}})
     assert time.monotonic() - started < rank_registration.REGISTRATION_TIMEOUT_S / 2
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from shards import Topology, build_shard, publish_args
+
 from sglang.srt.distributed.parallel_state import ParallelismContext, RankParallelismConfig
 from sglang.srt.distributed.rank_parallelism import NestedParallelismError
 from sglang.srt.model_loader import get_model
@@ -39,7 +40,9 @@ def state_of_the_process():
     return {
         "context": id(get_context()),
         "parallel": id(parallel),
-        "read": [(name, getattr(parallel, name)) for name in ("tp_size", "attn_tp_size", "moe_ep_size")],
+        "read": [
+            (name, getattr(parallel, name)) for name in ("tp_size", "attn_tp_size", "moe_ep_size")
+        ],
         "snapshot": plain(snapshot_context()),
     }
 
@@ -67,12 +70,16 @@ def test_building_a_model_leaves_no_trace(server_args):
 
 def test_an_exception_leaves_no_trace_and_comes_through(server_args):
     before = state_of_the_process()
-    with pytest.raises(ZeroDivisionError), ParallelismContext(RANK):
+
+    def write_everywhere_and_fail():
         get_context().override("a test", max_running_requests=3)
         get_flags().moe.tbo_enabled = True
         get_resources().buffers["a test"] = object()
-        get_parallel().override_permanently(tp_rank=0, attn_tp_rank=0)
+        get_parallel().override_permanently(attn_dcp_rank=0, max_world_size=7)
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), ParallelismContext(RANK):
+        write_everywhere_and_fail()
     assert state_of_the_process() == before
 
 
@@ -142,7 +149,7 @@ def test_what_was_overridden_after_publishing_holds_inside(server_args):
 def test_a_stand_in_group_says_why_it_cannot_communicate(server_args):
     with (
         ParallelismContext(RANK),
-        pytest.raises(AttributeError, match="tp_group.*'all_reduce'.*not for running it"),
+        pytest.raises(AttributeError, match=r"tp_group.*'all_reduce'.*not for running it"),
     ):
         get_parallel().tp_group.all_reduce(None)
 

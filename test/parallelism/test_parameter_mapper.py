@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 from shards import Topology, build_shard, elements_landed, publish_args, tensors_by_element
-from sglang.srt.model_loader.parameter_mapper import ParameterMapper, UnmappableNameError
 from test_shards_of_every_rank import shifted_by_one
+
+from sglang.srt.model_loader.parameter_mapper import ParameterMapper, UnmappableNameError
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -37,8 +38,18 @@ def test_names_and_counts_are_those_of_the_elements_that_a_load_puts_there(
         ("qwen2", Topology(tp=2), "mlp.up_proj.weight", ("mlp.gate_up_proj.weight", 2, 1)),
         ("qwen2", Topology(), "self_attn.o_proj.weight", ("self_attn.o_proj.weight", 1, 1)),
         ("qwen3-moe", Topology(), "mlp.experts.5.up_proj.weight", ("mlp.experts.w13_weight", 2, 8)),
-        ("qwen3-moe", Topology(tp=2), "mlp.experts.5.down_proj.weight", ("mlp.experts.w2_weight", 1, 8)),
-        ("qwen3-moe", Topology(tp=4, ep=4), "mlp.experts.7.gate_proj.weight", ("mlp.experts.w13_weight", 2, 2)),
+        (
+            "qwen3-moe",
+            Topology(tp=2),
+            "mlp.experts.5.down_proj.weight",
+            ("mlp.experts.w2_weight", 1, 8),
+        ),
+        (
+            "qwen3-moe",
+            Topology(tp=4, ep=4),
+            "mlp.experts.7.gate_proj.weight",
+            ("mlp.experts.w13_weight", 2, 2),
+        ),
         ("qwen3-moe", Topology(), "mlp.gate.weight", ("mlp.gate.weight", 1, 1)),
         (
             "deepseek-v3",

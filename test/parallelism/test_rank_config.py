@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+
 from sglang.srt.distributed.parallel_state import RankParallelismConfig
 
 SIZES = ["tp", "pp", "ep", "moe_tp", "attn_tp", "attn_dp"]
@@ -29,7 +30,14 @@ def test_the_fields_are_those_that_clients_read():
 
 def test_it_survives_json():
     config = RankParallelismConfig(
-        tp_size=4, tp_rank=3, ep_size=2, ep_rank=1, moe_tp_size=2, moe_tp_rank=1, attn_dp_size=2, attn_dp_rank=1
+        tp_size=4,
+        tp_rank=3,
+        ep_size=2,
+        ep_rank=1,
+        moe_tp_size=2,
+        moe_tp_rank=1,
+        attn_dp_size=2,
+        attn_dp_rank=1,
     )
     assert RankParallelismConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.has_dp_attention

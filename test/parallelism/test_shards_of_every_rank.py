@@ -1,4 +1,4 @@
-"""The shards of all ranks, built one after the other, together hold exactly the checkpoint of Hugging Face's own class."""
+"""The shards of all ranks together hold exactly the checkpoint of Hugging Face's own class."""
 
 import math
 
@@ -33,9 +33,12 @@ def test_every_checkpoint_element_has_a_place_and_no_parameter_is_left_open(
             if not shifted_by_one(family, name):
                 landed.append(elements)
     expected = [
-        np.full(math.prod(shape), not shifted_by_one(family, name)) for name, shape in shapes.items()
+        np.full(math.prod(shape), not shifted_by_one(family, name))
+        for name, shape in shapes.items()
     ]
-    assert np.array_equal(np.unique(np.concatenate(landed)), np.flatnonzero(np.concatenate(expected)))
+    assert np.array_equal(
+        np.unique(np.concatenate(landed)), np.flatnonzero(np.concatenate(expected))
+    )
 
 
 def shifted_by_one(family, name):

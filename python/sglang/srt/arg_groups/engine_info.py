@@ -36,7 +36,9 @@ class BootstrapAddress:
     port: int
 
     @classmethod
-    def of(cls, *, host: str, port: int, nnodes: int, dist_init_addr: str | None) -> BootstrapAddress:
+    def of(
+        cls, *, host: str, port: int, nnodes: int, dist_init_addr: str | None
+    ) -> BootstrapAddress:
         """From resolved arguments: an engine on one node keeps to its own host, ranks on other nodes need node 0's."""
         from sglang.srt.utils.network import NetworkAddress
 

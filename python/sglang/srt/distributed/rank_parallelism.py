@@ -1,8 +1,8 @@
 """One rank's place in an engine, and a way to build that rank's shard of a model in another process.
 
-`RankParallelismConfig` is what an engine tells about a rank (`/parallelism_config`); inside `ParallelismContext` upstream's
-model code believes itself on that rank, so `get_model` builds its shard on any device, without process groups. A real
-engine gets the same answers from process groups (`parallel_state.py`); the stand-ins here hold ranks and can't communicate.
+`RankParallelismConfig` is what an engine tells about a rank (`/parallelism_config`); inside `ParallelismContext`
+upstream's model code believes itself on that rank, so `get_model` builds its shard on any device, without process
+groups. A real engine has process groups (`parallel_state.py`); the stand-ins here hold ranks and can't communicate.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class RankParallelismConfig:
         """Raises ValueError for a name that is no field: this client is older or newer than the engine."""
         fields = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - fields):
-            raise ValueError(f"{unknown!r} are no fields of RankParallelismConfig, which has {sorted(fields)!r}")
+            raise ValueError(
+                f"{unknown!r} are no fields of RankParallelismConfig, which has {sorted(fields)!r}"
+            )
         return cls(**values)
 
     @classmethod
@@ -222,7 +224,7 @@ def _initialize_flags(server_args: Any) -> None:
     from sglang.srt.layers.moe import initialize_moe_config
 
     initialize_dp_attention_flags(server_args)
-    initialize_moe_config()
+    initialize_moe_config()  # type: ignore[no-untyped-call]
 
 
 def _parallel_state(config: RankParallelismConfig, published: Any) -> dict[str, Any]:
@@ -310,7 +312,5 @@ def _groups(
         ),
     ]
     if (shared := published.shared_experts_tp_size) is not None and shared > 1:
-        groups.append(
-            within_stage("shared_experts_tp_group", config.tp_rank % shared, shared, 1)
-        )
+        groups.append(within_stage("shared_experts_tp_group", config.tp_rank % shared, shared, 1))
     return {group.name: group for group in groups}

@@ -57,7 +57,9 @@ class EngineShape:
         if not 0 <= rank < self.num_ranks:
             return None
         replica, within = divmod(rank, self.pp_size * self.tp_size)
-        return RankKey(dp_rank=replica, pp_rank=within // self.tp_size, tp_rank=within % self.tp_size)
+        return RankKey(
+            dp_rank=replica, pp_rank=within // self.tp_size, tp_rank=within % self.tp_size
+        )
 
     def check(self, key: RankKey) -> None:
         """Raises ValueError if this engine has no such rank."""
@@ -232,12 +234,13 @@ def _declare_port(server_args: Any, port: int) -> None:
 
     # Args that an earlier launch published refuse declarations, which would come too late for that publication. The
     # launch that is beginning publishes them again, so they are declared as if nothing were published.
-    with use_context(RuntimeContext(parallel=ParallelContext())):
+    nothing_published = RuntimeContext(parallel=ParallelContext())  # type: ignore[no-untyped-call]
+    with use_context(nothing_published):
         declare_resolution(server_args, "engine_info_server", engine_info_bootstrap_port=port)
 
 
 def with_engine_info_server(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates `Engine._launch_subprocesses`: the server is there before the first rank, and is gone if the launch fails.
+    """Decorates `Engine._launch_subprocesses`: the server is there before the first rank, and gone if the launch fails.
 
     The launch's result (`scheduler_init_result.engine_info_bootstrap_server`) owns it from then on.
     """

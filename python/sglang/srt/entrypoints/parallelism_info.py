@@ -10,8 +10,6 @@ import requests
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from sglang.srt.runtime_context import get_server_args
-
 router = APIRouter()
 _TIMEOUT_S = 5.0
 
@@ -23,7 +21,9 @@ def parallelism_config(rank: int) -> JSONResponse:
     404 if there is no such rank or the engine does not register ranks; 503 with Retry-After while the rank has not
     registered or can't be asked.
     """
-    server_args = get_server_args()
+    from sglang.srt.entrypoints.http_server import get_global_state  # which imports this module
+
+    server_args = get_global_state().tokenizer_manager.server_args
     if not server_args.registers_parallelism_config():
         return _error(
             404,

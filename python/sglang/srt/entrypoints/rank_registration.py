@@ -15,7 +15,13 @@ from typing import Any
 from sglang.srt.arg_groups.engine_info import BootstrapAddress
 from sglang.srt.distributed.rank_parallelism import RankParallelismConfig
 from sglang.srt.entrypoints.engine_info_server import RankKey
-from sglang.srt.runtime_context import get_device, get_model, get_parallel, get_server_args, get_serving
+from sglang.srt.runtime_context import (
+    get_device,
+    get_model,
+    get_parallel,
+    get_server_args,
+    get_serving,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +71,9 @@ def seed_through(transporter: Any) -> None:
     from sglang.srt.model_loader.remote_instance_weight_loader_utils import register_memory_region
 
     try:
-        regions = register_memory_region(transporter.model, transporter.engine)
+        regions = register_memory_region(  # type: ignore[no-untyped-call]
+            transporter.model, transporter.engine
+        )
     except (RuntimeError, OSError, AssertionError) as error:
         _warn_no_seed("its memory could not be registered", error)
         return

@@ -58,7 +58,9 @@ class ParameterMapper:
     def from_model(cls, model: torch.nn.Module) -> ParameterMapper:
         """Raises ValueError if the model has no `load_weights`."""
         if not callable(getattr(model, "load_weights", None)):
-            raise ValueError(f"{type(model).__name__} has no load_weights, so nothing says what its names map to")
+            raise ValueError(
+                f"{type(model).__name__} has no load_weights, so nothing says what its names map to"
+            )
         return cls(model)
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -84,7 +86,9 @@ class ParameterMapper:
             return MappedParameter(sglang_name=hf_name)
         names = {call.parameter for call in calls}
         if len(names) > 1:
-            raise UnmappableNameError(f"{hf_name!r} goes into several parameters: {sorted(names)!r}")
+            raise UnmappableNameError(
+                f"{hf_name!r} goes into several parameters: {sorted(names)!r}"
+            )
         name = names.pop()
         owner = self._owners[name]
         experts = {call.expert for call in calls}
