@@ -149,18 +149,19 @@ def test_a_taken_port_that_was_asked_for_is_refused_by_name(config_folder, taken
         start_engine_info_server(args)
 
 
-def test_args_that_an_earlier_launch_published_can_be_launched_again(config_folder, taken_port):
+def test_args_that_an_earlier_launch_published_can_be_launched_again(config_folder):
     from sglang.srt.runtime_context import publish
 
     args = args_of(config_folder("qwen2"))
     publish(args, role="tokenizer")
-    blocked = EngineInfoServer(host="127.0.0.1", port=0, shape=SHAPE)
+    blocker = start_engine_info_server(args_of(config_folder("qwen2")))  # has the default port
     server = start_engine_info_server(args)
     try:
+        assert server.port != DEFAULT_PORT
         assert args.engine_info_bootstrap_url.endswith(f":{server.port}")
     finally:
         server.close()
-        blocked.close()
+        blocker.close()
 
 
 @pytest.mark.parametrize(
@@ -202,10 +203,9 @@ def test_a_launch_finds_the_server_running_and_hands_it_over(config_folder):
 
 def test_a_launch_that_fails_leaves_no_server(config_folder):
     args = args_of(config_folder("qwen2"), enable_engine_info_bootstrap=True)
-    threads = {thread.name for thread in threading.enumerate()}
     with pytest.raises(ZeroDivisionError):
         launched(args, error=ZeroDivisionError())
-    assert {thread.name for thread in threading.enumerate()} == threads
+    assert "sglang-engine-info" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(requests.exceptions.ConnectionError):
         requests.get(f"{args.engine_info_bootstrap_url}/health", timeout=10)
 
@@ -234,7 +234,7 @@ def test_a_rank_goes_on_trying_until_the_server_is_there():
     servers[0].close()
 
 
-def test_a_rank_that_can_not_register_says_which_one_and_where(monkeypatch, taken_port):
+def test_a_rank_that_can_not_register_says_which_one_and_where(monkeypatch):
     monkeypatch.setattr(rank_registration, "REGISTRATION_TIMEOUT_S", 1.0)
     key = RankKey(dp_rank=0, pp_rank=1, tp_rank=0)
     url = "http://127.0.0.1:9/register_parallelism_config"  # nobody listens on the discard port
