@@ -101,7 +101,13 @@ def test_server_info_rebuilds_equal_server_args(engine):
     rebuilt = ServerArgs(**own_fields(ask(server_args.port, "server_info").json()))
     assert rebuilt == ServerArgs(**server_args.resolved_dict())
     rebuilt.resolve_once()
-    assert rebuilt.resolved_dict() == server_args.resolved_dict()
+    differing = {
+        name
+        for name, value in server_args.resolved_dict().items()
+        if value != rebuilt.resolved_dict()[name]
+    }
+    # Upstream turns the fraction into a ratio and then refuses to be given both, so it drops the fraction.
+    assert differing <= {"hicache_host_memory_fraction"}
 
 
 def test_a_trainer_builds_what_the_rank_holds(engine):
