@@ -106,7 +106,7 @@ def test_server_info_rebuilds_equal_server_args(engine):
         for name, value in server_args.resolved_dict().items()
         if value != rebuilt.resolved_dict()[name]
     }
-    # Upstream turns the fraction into a ratio and then refuses to be given both, so it drops the fraction.
+    # Upstream switches the fraction off for args that state a ratio, and the rebuilt ones state the default.
     assert differing <= {"hicache_host_memory_fraction"}
 
 
