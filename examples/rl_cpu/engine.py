@@ -65,6 +65,7 @@ class EngineHost:
             enable_rdt_weight_sync=True,
             max_total_tokens=config.max_total_tokens,
             random_seed=config.seed,
+            sleep_on_idle=True,
             log_level="warning",
         )
         self._engine = launch_engine(server_args)

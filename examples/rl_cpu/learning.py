@@ -41,7 +41,11 @@ def largest_gap(own: torch.Tensor, batch: RolloutBatch) -> float:
 
 
 def check_arrival(batch: RolloutBatch, *, gap: float, version: str) -> None:
-    """Raise unless all samples carry the published version and the gap proves its bytes."""
+    """Raise unless all samples carry the published version and the gap is that of equal weights.
+
+    The gap sees what moves the output of these samples; that every single byte arrived is for the
+    digests of the sync to say.
+    """
     strangers = sorted({reported for reported in batch.weight_versions if reported != version})
     if strangers:
         raise WeightsNotArrivedError(

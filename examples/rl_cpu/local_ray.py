@@ -33,6 +33,7 @@ def ray_session(*, stream_logs: bool) -> Iterator[Path]:
     try:
         with interrupts_deferred():
             ray.init(log_to_driver=stream_logs, **({} if joined else LOCAL_RAY))
+        # Ray 2.60 has no public name for it.
         yield Path(ray._private.worker._global_node.get_session_dir_path())
     finally:
         descendants = [] if joined else psutil.Process().children(recursive=True)

@@ -5,9 +5,9 @@ trainer's weights into the live engine, samples from it over HTTP, proves by log
 the engine holds exactly these weights, and takes one GRPO update.  See ``--help``; ``out/`` keeps
 plots and ``summary.json``.
 
-The seed fixes both sets of initial weights, the prompts and the engine's random generator.  Not
-repeatable to the bit: how the engine groups requests into batches depends on timing, so which
-random numbers a sequence gets differs between runs; the learning curve hardly does.
+The seed fixes both sets of initial weights, the prompts and the engine's random generator.  A run
+usually repeats to the digit, but that is not promised: how the engine groups requests into batches
+depends on timing, and with it which random numbers a sequence gets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=_positive, default=40, help="policy updates")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
-    parser.add_argument("--model-size", choices=tuple(MODEL_SIZES), default="tiny")
+    parser.add_argument(
+        "--model-size",
+        choices=tuple(MODEL_SIZES),
+        default="tiny",
+        help="1.4, 10 or 77 M parameters; medium shows bytes, give it few --steps",
+    )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="of engine and trainer")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     parser.add_argument("--verbose", action="store_true", help="show the actors' logs")

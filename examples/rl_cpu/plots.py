@@ -23,7 +23,7 @@ PALETTE = (
     "#CC79A7",
     "#56B4E9",
     "#F0E442",
-    "#000000",
+    "#44AA99",
     "#999999",
     "#332288",
     "#882255",
@@ -86,7 +86,7 @@ def plot_sync_phases(result: RunResult, path: Path) -> None:
     limit = 1.3 * max(floor[1:] or floor)
     if floor[0] > limit:
         axes.annotate(
-            f"first sync: {floor[0]:.0f} ms",
+            f"first sync, cut off: {floor[0]:.0f} ms",
             xy=(1, limit),
             xytext=(8, -14),
             textcoords="offset points",

@@ -63,10 +63,10 @@ MODEL_SIZES = {
         hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, learning_rate=1e-3
     ),
     "small": ModelSize(
-        hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=4, learning_rate=5e-4
+        hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=4, learning_rate=3e-4
     ),
     "medium": ModelSize(
-        hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=8, learning_rate=2e-4
+        hidden_size=1024, num_layers=8, num_heads=16, num_kv_heads=8, learning_rate=1.5e-4
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,14 +31,24 @@ def demo_process(out: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def outliving(processes: list[psutil.Process], *, seconds: float) -> list[psutil.Process]:
-    """Those of the processes that are still there when the seconds are over."""
-    return psutil.wait_procs(processes, timeout=seconds)[1]
+def outliving(session: int, *, seconds: float) -> list[psutil.Process]:
+    """Processes of a session that are still there when the seconds are over."""
+    return psutil.wait_procs(processes_of(session), timeout=seconds)[1]
+
+
+def processes_of(session: int) -> list[psutil.Process]:
+    """All processes of a session; the demo's, Ray's and the engine's share that of the demo."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == session:
+                found.append(process)
+    return found
 
 
 @pytest.mark.slow
-def test_six_steps_prove_every_sync_and_raise_the_reward(tmp_path: Path):
-    demo = demo_process(tmp_path, "--steps", "6", "--seed", "0")
+def test_twelve_steps_prove_every_sync_and_raise_the_reward(tmp_path: Path):
+    demo = demo_process(tmp_path, "--steps", "12", "--seed", "0")
     try:
         output, _ = demo.communicate(timeout=300)
     finally:
@@ -46,11 +57,12 @@ def test_six_steps_prove_every_sync_and_raise_the_reward(tmp_path: Path):
     written = json.loads((tmp_path / "summary.json").read_text())
     steps = written["steps"]
     assert written["outcome"] == "completed"
-    assert [step["engine_version"] for step in steps] == [str(n) for n in range(1, 7)]
+    assert [step["engine_version"] for step in steps] == [str(n) for n in range(1, 13)]
     assert all(step["update"]["gap"] < GAP_TOLERANCE for step in steps), output
     assert written["evaluation"]["gap"] < GAP_TOLERANCE < written["control_gap"]
-    assert written["evaluation"]["reward"] > steps[0]["reward"]
-    assert output.count("\nstep ") == 6, output
+    assert steps[0]["reward"] < 0.2 < written["evaluation"]["reward"], output
+    assert output.count("\nstep ") == 12, output
+    assert not outliving(demo.pid, seconds=5), output
 
 
 @pytest.mark.slow
@@ -65,13 +77,13 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path, sign_of_life: str):
                 break
         if sign_of_life.startswith("starting"):
             time.sleep(8)  # into the launch of the ranks
-        children = psutil.Process(demo.pid).children(recursive=True)
+        running = processes_of(demo.pid)
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
         rest, _ = demo.communicate(timeout=90)
     finally:
         demo.kill()
     output = "".join(seen) + rest
     assert demo.returncode == 130, output
-    assert len(children) > 2, output
-    assert not outliving(children, seconds=5), output
+    assert len(running) > 5, output  # Ray's own and an actor at least, or this proves nothing
+    assert not outliving(demo.pid, seconds=5), output
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "interrupted"

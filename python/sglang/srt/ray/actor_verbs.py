@@ -13,6 +13,8 @@ from typing import Any
 
 import ray
 
+from sglang.srt.distributed.rank_parallelism import RankParallelismConfig
+from sglang.srt.entrypoints.engine_info_server import RankKey
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
@@ -45,6 +47,13 @@ class SchedulerActorVerbs:
     _pp_rank: int
     _receiver_lock = threading.Lock()
     _receiver: WeightReceiver | None = None
+
+    @ray.method(concurrency_group="control")
+    def rank_registration(self) -> tuple[RankKey, RankParallelismConfig]:
+        """Which rank this is, and where it stands: what the host serves at `/parallelism_config`."""
+        from sglang.srt.entrypoints.rank_registration import this_rank
+
+        return this_rank(), RankParallelismConfig.of_this_process()
 
     @ray.method(concurrency_group="control")
     def weight_layout(self) -> WeightLayout:
