@@ -2,9 +2,10 @@
 
 Between two CPUs it is XXH3-128 (half of the cost of a copy, measured in docs/benchmarks.md). Where one side is an
 accelerator both sides use `sums`, which needs plain torch operations only and gives the same result on every device:
-the bytes are read as 64-bit words in rows of 512; row sums find what changed, column sums find what moved inside a
-row, and both are mixed with their position before they are added up. In either, a flipped bit or two swapped blocks
-of any size go unnoticed with a chance of about 2^-64; neither resists an adversary, which is not their job.
+the bytes are read as 64-bit words in rows of 512; row sums, in which each column has a factor of its own (plain ones
+are equal in every row of an identity matrix), and column sums find what changed or moved, and both are mixed with
+their position before they are added up. In either, a flipped bit or two swapped blocks of any size go unnoticed with a
+chance of about 2^-60; neither resists an adversary, which is not their job.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ XXH3 = "xxh3"
 SUMS = "sums"
 
 _ROW_WORDS = 512
-_CHUNK_ROWS = 256  # 1 MiB: the second pass over a chunk reads it from cache
+_CHUNK_ROWS = 256  # 1 MiB: the later passes over a chunk read it from cache
+_DEVICE_CHUNK_ROWS = 8192  # 32 MiB: little memory for the products, and few kernel launches
 _GOLDEN = (
     -7046029254386353131
 )  # 0x9E3779B97F4A7C15, Steele et al. 2014 (SplitMix64), as a signed 64-bit number
@@ -84,22 +86,26 @@ def _as_words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_rows_and_columns(words: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Row sums of `words`; adds its column sums to `columns`. Sums wrap around modulo 2^64."""
-    if words.device.type != "cpu":
-        columns += words.sum(dim=0)
-        return words.sum(dim=1)
-    sums = torch.empty(words.shape[0], dtype=torch.int64)
-    for start in range(0, words.shape[0], _CHUNK_ROWS):
-        chunk = words[start : start + _CHUNK_ROWS]
-        torch.sum(chunk, dim=1, out=sums[start : start + _CHUNK_ROWS])
+    """Weighted row sums of `words`; adds its column sums to `columns`. Sums wrap around modulo 2^64."""
+    chunk_rows = _CHUNK_ROWS if words.device.type == "cpu" else _DEVICE_CHUNK_ROWS
+    factors = _positions(_ROW_WORDS, words.device) * _GOLDEN | 1
+    products = torch.empty_like(words[:chunk_rows])
+    sums = torch.empty(words.shape[0], dtype=torch.int64, device=words.device)
+    for start in range(0, words.shape[0], chunk_rows):
+        chunk = words[start : start + chunk_rows]
+        product = torch.mul(chunk, factors, out=products[: chunk.shape[0]])
+        torch.sum(product, dim=1, out=sums[start : start + chunk_rows])
         columns += chunk.sum(dim=0)
     return sums
 
 
+def _positions(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, count + 1, dtype=torch.int64, device=device)
+
+
 def _mix(sums: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser over each sum and its position: a bijection of the sum at every position."""
-    positions = torch.arange(1, sums.numel() + 1, dtype=torch.int64, device=sums.device)
-    mixed = sums + positions * _GOLDEN
+    mixed = sums + _positions(sums.numel(), sums.device) * _GOLDEN
     mixed = (mixed ^ _shift_right(mixed, 30)) * _MIX_1
     mixed = (mixed ^ _shift_right(mixed, 27)) * _MIX_2
     return mixed ^ _shift_right(mixed, 31)
