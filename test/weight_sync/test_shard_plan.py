@@ -1,0 +1,273 @@
+"""Plans that are read out of a loader: applied to weights, they give what the loader gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.shards import ShardPlan, ShardRun, _runs, trace_shard_plan
+
+Weights = dict[str, torch.Tensor]
+
+
+def applied(runs: Iterable[ShardRun], sources: list[torch.Tensor], target: torch.Tensor):
+    for run in runs:
+        run.copy_elements(sources[run.source].contiguous().view(-1), target.view(-1))
+    return target
+
+
+# Runs: indexing is the oracle
+
+
+@st.composite
+def pieces(draw) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """A flat result made of slices, transposes, steps and repeats of up to three sources."""
+    takes = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 2),
+                st.booleans(),
+                st.slices(8),
+                st.slices(6),
+                st.sampled_from([1, 1, 1, 2]),
+            ),
+            min_size=1,
+            max_size=6,
+        ).filter(lambda takes: all((t[2].step or 1) > 0 and (t[3].step or 1) > 0 for t in takes))
+    )
+
+    def take(sources: list[torch.Tensor]) -> torch.Tensor:
+        parts = []
+        for source, transposed, rows, columns, times in takes:
+            piece = sources[source][rows, columns]
+            piece = piece.T if transposed else piece
+            parts += [piece.reshape(-1)] * times
+        return torch.cat(parts)
+
+    return take
+
+
+@given(take=pieces())
+@settings(max_examples=100, deadline=None)
+def test_runs_applied_to_values_equal_the_indexing_that_made_the_numbers(take):
+    numbers = [torch.arange(48).view(8, 6) + (i << 40) for i in range(3)]
+    values = [torch.randn(8, 6) for _ in range(3)]
+    runs = list(_runs(take(numbers).numpy()))
+    expected = take(values)
+    assert torch.equal(applied(runs, values, torch.full_like(expected, -7.0)), expected)
+
+
+@given(order=st.permutations(range(24)))
+def test_any_permutation_of_elements_can_be_planned(order: list[int]):
+    values = torch.randn(24)
+    runs = list(_runs(np.array(order, dtype=np.int64)))
+    assert torch.equal(applied(runs, [values], torch.empty(24)), values[list(order)])
+
+
+def test_runs_are_few_where_the_pattern_is_regular():
+    numbers = torch.arange(1 << 12).view(64, 64)
+    assert len(list(_runs(numbers.reshape(-1).numpy()))) == 1
+    assert len(list(_runs(numbers[:, :32].reshape(-1).numpy()))) == 1
+    assert len(list(_runs(numbers.T.reshape(-1).numpy()))) == 64
+    assert list(_runs(np.empty(0, dtype=np.int64))) == []
+
+
+def test_a_run_converts_dtype_and_honours_where_a_view_starts():
+    run = ShardRun(source=0, source_start=1, target_start=2, length=3)
+    source, target = torch.arange(10.0)[4:], torch.zeros(10, dtype=torch.bfloat16)[3:]
+    run.copy_elements(source, target)
+    assert target.tolist() == [0, 0, 5, 6, 7, 0, 0]
+
+
+# Plans: the loader itself is the oracle
+
+
+class Fused(torch.nn.Module):
+    """qkv fused from three tensors by shard id, a tied head, a norm; loads as SGLang's models do."""
+
+    HIDDEN, HEADS, KV_HEADS, HEAD = 8, 4, 2, 2
+    STACKED = (("qkv_proj", "q_proj", "q"), ("qkv_proj", "k_proj", "k"), ("qkv_proj", "v_proj", "v"))
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+        self.sizes = [n * self.HEAD // ranks for n in (self.HEADS, self.KV_HEADS, self.KV_HEADS)]
+        self.embed = torch.nn.Embedding(6, self.HIDDEN)
+        self.qkv_proj = torch.nn.Linear(self.HIDDEN, sum(self.sizes))
+        self.o_proj = torch.nn.Linear(self.HEADS * self.HEAD // ranks, self.HIDDEN, bias=False)
+        self.norm = torch.nn.LayerNorm(self.HIDDEN, bias=False)
+        self.head = torch.nn.Linear(self.HIDDEN, 6, bias=False)
+        self.head.weight = self.embed.weight
+        for parameter in self.qkv_proj.parameters():
+            parameter.weight_loader = self.load_qkv
+        self.o_proj.weight.weight_loader = self.load_columns
+        self.dtype = torch.bfloat16
+        self.to(self.dtype)
+
+    def load_qkv(self, parameter: torch.nn.Parameter, loaded: torch.Tensor, shard: str) -> None:
+        index = "qkv".index(shard)
+        size = self.sizes[index]
+        parameter.data.narrow(0, sum(self.sizes[:index]), size).copy_(
+            loaded.narrow(0, self.rank * size, size)
+        )
+
+    def load_columns(self, parameter: torch.nn.Parameter, loaded: torch.Tensor) -> None:
+        size = parameter.shape[1]
+        parameter.data.copy_(loaded.narrow(1, self.rank * size, size))
+
+    def load_norm(self, parameter: torch.nn.Parameter, loaded: torch.Tensor) -> None:
+        parameter.data.copy_(loaded)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        parameters["norm.weight"].weight_loader = self.load_norm
+        for name, loaded in weights:
+            for fused, part, shard in self.STACKED:
+                if part in name:
+                    parameter = parameters[name.replace(part, fused)]
+                    parameter.weight_loader(parameter, loaded, shard)
+                    break
+            else:
+                if name not in parameters:
+                    continue  # as upstream's loaders do: warn at most
+                parameter = parameters[name]
+                loader = getattr(parameter, "weight_loader", lambda p, w: p.data.copy_(w))
+                loader(parameter, loaded)
+
+
+def weights_of(model: Fused) -> Weights:
+    full = model.HEADS * model.HEAD, model.KV_HEADS * model.HEAD
+    shapes = {
+        "embed.weight": (6, 8),
+        "q_proj.weight": (full[0], 8),
+        "k_proj.weight": (full[1], 8),
+        "v_proj.weight": (full[1], 8),
+        "q_proj.bias": (full[0],),
+        "k_proj.bias": (full[1],),
+        "v_proj.bias": (full[1],),
+        "o_proj.weight": (8, full[0]),
+        "norm.weight": (8,),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def plan_of(model: torch.nn.Module, weights: Weights) -> ShardPlan:
+    manifest = [TensorSpec.of(name, tensor) for name, tensor in weights.items()]
+    return trace_shard_plan(model, manifest, WeightLayout.of_model(model).fingerprint)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_a_plan_gives_every_parameter_what_the_loader_gives(rank: int, ranks: int):
+    model = Fused(rank, ranks)
+    weights = weights_of(model)
+    plan = plan_of(model, weights)
+    assert (plan.missing_targets, plan.unused_sources, plan.computed_targets) == ((), (), ())
+    model.load_weights(weights.items())
+    for name, parameter in model.named_parameters():
+        made = applied(
+            plan.targets[name], list(weights.values()), torch.zeros_like(parameter.data)
+        )
+        assert torch.equal(made, parameter.data), name
+    assert set(plan.targets) == {name for name, _ in model.named_parameters()}
+    assert "head.weight" not in plan.targets
+    assert len(plan.targets["qkv_proj.weight"]) == 3
+
+
+def test_planning_leaves_the_model_as_it_is():
+    model = Fused()
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    plan_of(model, weights_of(model))
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.data_ptr() == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_a_tensor_that_no_parameter_takes_is_named():
+    model = Fused()
+    weights = weights_of(model) | {"rotary.inv_freq": torch.randn(4)}
+    assert plan_of(model, weights).unused_sources == ("rotary.inv_freq",)
+
+
+def test_a_parameter_that_nobody_sends_is_named_even_when_only_a_part_is_missing():
+    model = Fused()
+    weights = weights_of(model)
+    del weights["norm.weight"], weights["k_proj.bias"]
+    plan = plan_of(model, weights)
+    assert plan.missing_targets == ("qkv_proj.bias", "norm.weight")
+    assert not set(plan.missing_targets) & set(plan.targets)
+
+
+def test_a_tensor_that_is_loaded_twice_counts_by_what_stands_at_the_end():
+    model = Fused()
+    weights = weights_of(model) | {"head.weight": torch.randn(6, 8)}
+    plan = plan_of(model, weights)
+    # The tied head is no parameter of its own, so its tensor goes nowhere.
+    assert plan.unused_sources == ("head.weight",)
+
+
+def computing(change: Callable[[torch.Tensor], torch.Tensor], *, half: bool) -> type[Fused]:
+    class Computing(Fused):
+        def load_norm(self, parameter: torch.nn.Parameter, loaded: torch.Tensor) -> None:
+            changed = change(loaded)
+            parameter.data[: 4 if half else 8].copy_(changed[: 4 if half else 8])
+            if half:
+                parameter.data[4:].copy_(loaded[4:])
+
+    return Computing
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["whole", "first half only"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w + 1, lambda w: w - 1, lambda w: -w, lambda w: w * 2, lambda w: w * 0 + 3],
+    ids=["plus one", "minus one", "negated", "doubled", "constant"],
+)
+def test_a_loader_that_computes_is_found_out(change, half: bool):
+    # Half: where a rank takes the first half of a tensor, "plus one" names an element that exists.
+    model = computing(change, half=half)()
+    plan = plan_of(model, weights_of(model))
+    assert plan.computed_targets == ("norm.weight",)
+    assert "norm.weight" not in plan.targets
+
+
+def test_a_loader_that_goes_through_a_narrow_dtype_is_found_out():
+    # Above 256 a bfloat16 holds every other integer only: the numbers come back as those of a neighbour.
+    class ThroughBfloat16(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.empty(301, dtype=torch.bfloat16))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, loaded in weights:
+                self.table.data.copy_(loaded.bfloat16())
+
+    model = ThroughBfloat16()
+    manifest = [TensorSpec(name="table", shape=(301,), dtype="bfloat16")]
+    plan = trace_shard_plan(model, manifest, "")
+    assert plan.computed_targets == ("table",)
+
+
+def test_an_empty_manifest_sends_nothing_to_anybody():
+    model = Fused()
+    plan = plan_of(model, {})
+    assert set(plan.missing_targets) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_tensor_too_large_for_the_numbers_is_refused_by_name():
+    manifest = [TensorSpec(name="huge", shape=(1 << 20, 1 << 20), dtype="int8")]
+    with pytest.raises(ValueError, match="'huge' has 1099511627776 elements"):
+        trace_shard_plan(Fused(), manifest, "")
+
+
+def test_a_loader_that_rejects_a_shape_says_so():
+    model = Fused()
+    weights = weights_of(model) | {"norm.weight": torch.randn(9)}
+    with pytest.raises(RuntimeError, match=r"9"):
+        plan_of(model, weights)
