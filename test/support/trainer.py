@@ -1,0 +1,77 @@
+"""A trainer of its own process: an actor without a CPU that holds models by seed and publishes them.
+
+Its models come from seeds, never from an engine's checkpoint, so the test can make the same ones as an oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from .fused import fused_state
+from .models import new_model
+
+
+class Trainer:
+    """Either drives a `WeightPublisher`, or calls the verbs itself as existing trainers do."""
+
+    def __init__(self, config: Any = None) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._config = config
+        self._publisher: Any = None
+        self._held: list[Any] = []
+
+    def state(self, seed: int) -> dict[str, Any]:
+        return new_model(seed, self._config).state_dict()
+
+    def connect(self, controls: Sequence[tuple[str, list[Any], str]], **options: Any) -> None:
+        """`controls`: URL, actor handles and name of each engine."""
+        from sglang.srt.ray import HttpEngineControl, WeightPublisher
+
+        engines = [HttpEngineControl(url, actors, name=name) for url, actors, name in controls]
+        self._publisher = WeightPublisher.connect(engines, **options)
+
+    def sync(
+        self,
+        seed: int,
+        version: str,
+        pause: str = "retract",
+        *,
+        drop: Sequence[str] = (),
+        rename: dict[str, str] | None = None,
+        reshape: dict[str, tuple[int, ...]] | None = None,
+        extra: dict[str, tuple[int, ...]] | None = None,
+    ) -> Any:
+        """Publish the weights of `seed`; the rest damages them on the way, for tests of refusals."""
+        state = {name: t for name, t in self.state(seed).items() if name not in drop}
+        for old, new in (rename or {}).items():
+            state[new] = state.pop(old)
+        for name, shape in {**(reshape or {}), **(extra or {})}.items():
+            state[name] = next(iter(state.values())).new_zeros(shape)
+        return self._publisher.sync(state, version=version, pause=pause)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def pull_into(
+        self, actor: Any, seed: int, groups: Sequence[Sequence[str]], timeout_s: float = 60.0
+    ) -> list[Any]:
+        """One `pull_weights` call for each group of parameter names, filled by hand."""
+        state = fused_state(self.state(seed))
+        answers = []
+        for names in groups:
+            ref = ray.put([state[name] for name in names], _tensor_transport="nixl")
+            answers.append(
+                ray.get(actor.pull_weights.remote([ref], list(names)), timeout=timeout_s)
+            )
+        return answers
+
+
+def start_trainer(config: Any = None) -> Any:
+    """The actor; the caller kills it."""
+    actor_class = ray.remote(num_cpus=0, enable_tensor_transport=True)(Trainer)
+    return actor_class.remote(config)
