@@ -69,12 +69,14 @@ def connect_ray() -> bool:
     """Join the running Ray cluster, or start a local one. Returns whether one was started here."""
     if ray.is_initialized():
         return False
-    try:
-        ray.init(address="auto", log_to_driver=True)
-        return False
-    except ConnectionError:
-        ray.init(address="local", include_dashboard=False, log_to_driver=True)
-        return True
+    if os.environ.get("RAY_ADDRESS") != "local":  # which asks for a Ray of its own
+        try:
+            ray.init(address="auto", log_to_driver=True)
+            return False
+        except ConnectionError:
+            pass  # there is none to join
+    ray.init(address="local", include_dashboard=False, log_to_driver=True)
+    return True
 
 
 def _launch_interruptibly(server_args: Any) -> LaunchedEngine | None:
