@@ -45,15 +45,13 @@ def plain_model(shapes: Mapping[str, tuple[int, ...]]) -> torch.nn.Module:
 class ReceivingRank:
     """The engine's side."""
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]] | None = None, *, pins_allowed: bool = True
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         from sglang.srt.ray.weight_sync.receiver import WeightReceiver
 
         torch.set_num_threads(1)
         self.model = Fused() if shapes is None else plain_model(shapes)
         self.scheduler = FakeScheduler(self.model)
-        self.receiver = WeightReceiver(self.scheduler, rank=5, pins_allowed=pins_allowed)
+        self.receiver = WeightReceiver(self.scheduler, rank=5)
 
     def pid(self) -> int:
         return os.getpid()
@@ -68,7 +66,11 @@ class ReceivingRank:
     def plan(self, manifest: Any) -> Any:
         return self.receiver.plan(manifest)
 
-    def register(self) -> dict[str, Any]:
+    def register(self, *, pins_allowed: bool = True) -> dict[str, Any]:
+        if not pins_allowed:
+            from sglang.srt.ray.weight_sync.receiver import WeightReceiver
+
+            return WeightReceiver(self.scheduler, rank=6, pins_allowed=False).register()
         return self.receiver.register()
 
     def pull(self, refs: Sequence[Any], names: Sequence[str], **options: Any) -> Any:
