@@ -137,6 +137,7 @@ def running_engine(
         "random_seed": 0,
         "log_level": "warning",
         "enable_rdt_weight_sync": True,
+        "sleep_on_idle": True,  # else the idle loop takes a whole core from everybody else
     } | server_args
     host = ray.remote(num_cpus=0)(EngineHost).remote()
     try:

@@ -25,6 +25,7 @@ def local_ray(num_cpus: int = 2) -> Iterator[str]:
             object_store_memory=256 << 20,
             include_dashboard=False,
             log_to_driver=False,
+            _system_config={"worker_niceness": 0},  # 15 by default: any other load starves them
         )
         yield started.address_info["gcs_address"]
     finally:
