@@ -174,7 +174,17 @@ def test_the_oracle_would_notice_a_single_tensor_that_stayed_behind(
     assert gap(model, PROMPT, answer) > 10 * GAP
 
 
-@pytest.mark.parametrize("pause", ["retract", "abort"])
+@pytest.mark.parametrize(
+    "pause",
+    [
+        "retract",
+        "abort",
+        pytest.param(
+            "in_place",
+            marks=pytest.mark.xfail(strict=True, reason="an in_place sync flushes nothing yet"),
+        ),
+    ],
+)
 def test_a_prefix_that_was_cached_before_a_sync_is_not_used_after_it(
     shared_engine: RunningEngine, trainer: Any, pause: str
 ):
