@@ -303,8 +303,8 @@ def _check_complete(plan: ShardPlan, engine: str, rank: int) -> None:
         )
     if plan.computed_targets:
         raise WeightNameError(
-            f"the loader computes these parameters instead of copying them, so bytes can't be sent for them: "
-            f"{list(plan.computed_targets)!r}",
+            f"the loader computes (or pads) these parameters instead of copying them, so bytes can't be sent for "
+            f"them; are the shapes right that were sent? {list(plan.computed_targets)!r}",
             engine=engine,
             rank=rank,
             phase="plan",
