@@ -106,6 +106,7 @@ class RunningEngine:
             logprobs=[float(logprob) for logprob, *_ in scored],
             version=meta["weight_version"],
             finish=meta["finish_reason"]["type"],
+            cached=meta["cached_tokens"],
         )
 
     def ask(self, verb: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:

@@ -34,10 +34,7 @@ def plain_model(shapes: Mapping[str, tuple[int, ...]]) -> torch.nn.Module:
     """Float32 parameters by name, filled (so that their pages exist); `strided` is the one that is not contiguous."""
     model = torch.nn.Module()
     for name, shape in shapes.items():
-        if name == "strided":
-            data = torch.zeros(shape).T
-        else:
-            data = torch.full(shape, -1.0)
+        data = torch.zeros(shape).T if name == "strided" else torch.full(shape, -1.0)
         model.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
     return model
 

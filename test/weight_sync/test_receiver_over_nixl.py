@@ -187,7 +187,7 @@ def test_digests_that_could_not_be_compared_are_refused_before_a_byte_moves(
 def test_an_ordinary_ray_object_is_refused_by_name(rank: Any, source: Any):
     before = get(rank.values.remote())
     refs = get(source.plain_put.remote([torch.zeros(SHAPES["a"])]))
-    with pytest.raises(ValueError, match="is not an RDT object.*_tensor_transport"):
+    with pytest.raises(ValueError, match=r"is not an RDT object.*_tensor_transport"):
         get(rank.pull.remote(refs, ["a"]))
     assert same(get(rank.values.remote()), before)
 
