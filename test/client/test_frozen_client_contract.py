@@ -151,7 +151,8 @@ def test_an_existing_trainer_launches_pulls_and_gets_the_new_policy(
     placement_group: Any, tiny_model: Path
 ):
     from sglang.srt.ray import launch_engine, serve_http
-    from sglang.srt.ray.http_server import launch_engine as launch, serve_http as serve
+    from sglang.srt.ray.http_server import launch_engine as launch
+    from sglang.srt.ray.http_server import serve_http as serve
 
     assert (launch_engine, serve_http) == (launch, serve)
     hosting = ray.remote(num_cpus=0)(HostingActor)
@@ -161,9 +162,7 @@ def test_an_existing_trainer_launches_pulls_and_gets_the_new_policy(
     ray.kill(wrong)
 
     host = hosting.remote("1")
-    url, actors = ray.get(
-        host.start.remote(str(tiny_model), placement_group), timeout=START_S
-    )
+    url, actors = ray.get(host.start.remote(str(tiny_model), placement_group), timeout=START_S)
     assert len(actors) == 1
     assert_serves(url, ENGINE_SEED)
     trainer = ray.remote(num_cpus=0, enable_tensor_transport=True)(TrainerActor).remote()

@@ -16,7 +16,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return SimpleNamespace(**({"use_ray": True, "model_path": "org/model", "port": port} | changes))
+    fields = {"use_ray": True, "enable_rdt_weight_sync": False, "model_path": "org/model"}
+    return SimpleNamespace(**(fields | {"port": port} | changes))
 
 
 def failing(_: Any) -> None:
@@ -46,6 +47,14 @@ def test_a_start_that_works_is_passed_through():
     given = arguments()
     reported_in_one_line(seen.append)(given)
     assert seen == [given]
+
+
+def test_weight_sync_implies_the_ray_backend():
+    seen: list[Any] = []
+    reported_in_one_line(seen.append)(arguments(use_ray=False, enable_rdt_weight_sync=True))
+    assert seen[0].use_ray is True
+    with pytest.raises(SystemExit):
+        reported_in_one_line(failing)(arguments(use_ray=False, enable_rdt_weight_sync=True))
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nowhere", "~/nowhere/model", "a/b/c"])

@@ -215,23 +215,15 @@ def test_a_port_in_use_is_one_error(tiny_model: Path):
 def test_a_cluster_without_room_is_one_error_that_says_what_is_missing(
     ray_address: str, tiny_model: Path
 ):
-    free = int(ray.available_resources().get("CPU", 0))
-    everything = ray.util.placement_group([{"CPU": 1}] * free) if free else None
-    try:
-        assert everything is None or everything.wait(60)
-        groups = live_groups()
-        with launched_server(
-            tiny_model,
-            ray_address=ray_address,
-            environment={"SGLANG_RAY_PLACEMENT_TIMEOUT_S": "5"},
-        ) as server:
-            assert_failed_clearly(
-                server, "not ready within 5 s", "needed:", "free now:", "SGLANG_RAY_PLACEMENT"
-            )
-        assert live_groups() == groups
-    finally:
-        if everything is not None:
-            ray.util.remove_placement_group(everything)
+    groups = live_groups()
+    short = {"SGLANG_RAY_PLACEMENT_TIMEOUT_S": "5"}
+    with launched_server(
+        tiny_model, "--tp-size", "4", ray_address=ray_address, environment=short
+    ) as server:
+        assert_failed_clearly(
+            server, "not ready within 5 s", "[{'CPU': 4.0}]", "cluster:   {'CPU': 2.0}"
+        )
+    assert live_groups() == groups
 
 
 @pytest.mark.slow

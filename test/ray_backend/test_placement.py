@@ -255,7 +255,14 @@ def test_the_context_belongs_to_the_async_task_that_set_it(current: SimpleNamesp
 def test_nested_contexts_end_in_order_also_after_an_error(current: SimpleNamespace):
     with use_placement_group("outer") as outer:
         assert outer == "outer"
-        with pytest.raises(RuntimeError, match="inner"), use_placement_group("inner"):
-            assert choose().group == "inner"
-            raise RuntimeError("inner")
+        with pytest.raises(PlacementError):
+            fail_inside("inner", current)
+        current.ready = True
         assert choose().group == "outer"
+
+
+def fail_inside(name: str, current: SimpleNamespace) -> None:
+    with use_placement_group(name):
+        assert choose().group == "inner"
+        current.ready = False
+        choose()

@@ -30,13 +30,9 @@ def test_what_the_user_sets_wins(tiny_model: Path):
     assert (view.attention_backend, view.max_total_tokens) == ("triton", 123)
 
 
-def test_with_the_kernels_upstreams_choices_hold(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_with_the_kernels_upstreams_choices_hold(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sglang.srt.arg_groups.plain_cpu_hook.is_cpu", lambda: True)
-    view = resolved(tiny_model)
-    assert view.attention_backend == "intel_amx"
-    assert view.max_total_tokens is None
+    assert resolved(tiny_model).max_total_tokens is None
 
 
 def test_the_flags_are_off_unless_asked_for(tiny_model: Path):
@@ -51,12 +47,3 @@ def test_both_spellings_of_the_ray_flag_are_known(tiny_model: Path, spelling: st
     from sglang.srt.server_args import prepare_server_args
 
     assert prepare_server_args(["--model-path", str(tiny_model), spelling]).use_ray is True
-
-
-def test_weight_sync_implies_the_ray_backend(tiny_model: Path):
-    from sglang.srt.server_args import prepare_server_args
-
-    arguments = ["--model-path", str(tiny_model), "--device", "cpu", "--enable-rdt-weight-sync"]
-    server_args = prepare_server_args(arguments)
-    assert server_args.enable_rdt_weight_sync is True
-    assert server_args.use_ray is True

@@ -106,6 +106,7 @@ class RunningEngine:
             logprobs=[float(logprob) for logprob, *_ in scored],
             version=meta["weight_version"],
             finish=meta["finish_reason"]["type"],
+            cached=meta["cached_tokens"],
         )
 
     def ask(self, verb: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
@@ -137,6 +138,7 @@ def running_engine(
         "random_seed": 0,
         "log_level": "warning",
         "enable_rdt_weight_sync": True,
+        "sleep_on_idle": True,  # else the idle loop takes a whole core from everybody else
     } | server_args
     host = ray.remote(num_cpus=0)(EngineHost).remote()
     try:

@@ -21,6 +21,8 @@ class Generation:
     logprobs: list[float]
     version: str = ""
     finish: str = ""
+    cached: int = 0
+    """Prompt tokens that came from the prefix cache."""
 
 
 def greedy(model: Any, prompt: Sequence[int], length: int) -> Generation:

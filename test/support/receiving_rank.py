@@ -25,24 +25,20 @@ class FakeScheduler:
         self._engine_paused = True
         self.weight_updater = SimpleNamespace(_session="open")
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-
         self.waiting_queue: list[Any] = []
-
-    def _record_scheduler_state_for_paused_engine(self) -> None:
-        pass
 
     def _add_request_to_queue(self, req: Any) -> None:
         self.waiting_queue.append(req)
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        pass
 
 
 def plain_model(shapes: Mapping[str, tuple[int, ...]]) -> torch.nn.Module:
     """Float32 parameters by name, filled (so that their pages exist); `strided` is the one that is not contiguous."""
     model = torch.nn.Module()
     for name, shape in shapes.items():
-        if name == "strided":
-            data = torch.zeros(shape).T
-        else:
-            data = torch.full(shape, -1.0)
+        data = torch.zeros(shape).T if name == "strided" else torch.full(shape, -1.0)
         model.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
     return model
 
@@ -50,15 +46,13 @@ def plain_model(shapes: Mapping[str, tuple[int, ...]]) -> torch.nn.Module:
 class ReceivingRank:
     """The engine's side."""
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]] | None = None, *, pins_allowed: bool = True
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
         from sglang.srt.ray.weight_sync.receiver import WeightReceiver
 
         torch.set_num_threads(1)
         self.model = Fused() if shapes is None else plain_model(shapes)
         self.scheduler = FakeScheduler(self.model)
-        self.receiver = WeightReceiver(self.scheduler, rank=5, pins_allowed=pins_allowed)
+        self.receiver = WeightReceiver(self.scheduler, rank=5)
 
     def pid(self) -> int:
         return os.getpid()
@@ -73,7 +67,11 @@ class ReceivingRank:
     def plan(self, manifest: Any) -> Any:
         return self.receiver.plan(manifest)
 
-    def register(self) -> dict[str, Any]:
+    def register(self, *, pins_allowed: bool = True) -> dict[str, Any]:
+        if not pins_allowed:
+            from sglang.srt.ray.weight_sync.receiver import WeightReceiver
+
+            return WeightReceiver(self.scheduler, rank=6, pins_allowed=False).register()
         return self.receiver.register()
 
     def pull(self, refs: Sequence[Any], names: Sequence[str], **options: Any) -> Any:

@@ -7,6 +7,7 @@ product. What an engine must serve comes from Hugging Face's own forward (`suppo
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import os
 import signal
 import time
@@ -15,6 +16,11 @@ from typing import Any
 
 import pytest
 import ray
+from support.engine import RunningEngine
+from support.models import new_model
+from support.oracle import assert_serves
+from support.trainer import start_trainer
+
 from sglang.srt.ray.weight_sync import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -25,10 +31,6 @@ from sglang.srt.ray.weight_sync import (
     WeightNameError,
     WeightSyncError,
 )
-from support.engine import RunningEngine
-from support.models import new_model
-from support.oracle import assert_serves
-from support.trainer import start_trainer
 
 PROMPT = list(range(5, 17))
 TIMEOUT_S = 90.0
@@ -152,7 +154,7 @@ def _refused(engine: RunningEngine) -> None:
 def test_one_flipped_bit_is_found_named_and_never_served(engine, trainer):
     before = _state(engine)["version"]
     _damage(engine, "_finish", _flip_a_bit_after_arrival)
-    with pytest.raises(DigestMismatchError, match="source xxh3:.*here xxh3:") as caught:
+    with pytest.raises(DigestMismatchError, match=r"source xxh3:.*here xxh3:") as caught:
         _sync(trainer, 2, _next_version())
     assert (caught.value.engine, caught.value.rank, caught.value.phase) == (
         "the engine",
@@ -367,7 +369,7 @@ def test_no_running_request_is_lost_and_its_versions_tile_its_tokens(engine, tra
         edges = [(span["start"], span["end"]) for span in spans]
         assert edges[0][0] == 0
         assert edges[-1][1] == length == len(meta["output_token_logprobs"])
-        assert all(left[1] == right[0] for left, right in zip(edges, edges[1:], strict=False))
+        assert all(left[1] == right[0] for left, right in itertools.pairwise(edges))
         seen.update(span["version"] for span in spans)
     assert set(versions) & seen, (versions, seen)
     _serves(engine, 3)

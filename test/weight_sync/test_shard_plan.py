@@ -102,9 +102,7 @@ def test_a_plan_gives_every_parameter_what_the_loader_gives(rank: int, ranks: in
     assert (plan.missing_targets, plan.unused_sources, plan.computed_targets) == ((), (), ())
     model.load_weights(weights.items())
     for name, parameter in model.named_parameters():
-        made = applied(
-            plan.targets[name], list(weights.values()), torch.zeros_like(parameter.data)
-        )
+        made = applied(plan.targets[name], list(weights.values()), torch.zeros_like(parameter.data))
         assert torch.equal(made, parameter.data), name
     assert set(plan.targets) == {name for name, _ in model.named_parameters()}
     assert "head.weight" not in plan.targets

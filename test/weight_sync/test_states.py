@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from sglang.srt.ray.weight_sync.errors import (
     EngineTornError,
     StaleTransactionError,
@@ -95,7 +96,7 @@ def test_an_unsealed_transaction_cannot_resume():
 
 def test_another_owner_is_told_who_holds_the_engine():
     machine, _ = opened()
-    with pytest.raises(TransactionBusyError, match="'trainer'.*'1'"):
+    with pytest.raises(TransactionBusyError, match=r"'trainer'.*'1'"):
         machine.open(transaction(2, owner="other"))
 
 
@@ -123,7 +124,7 @@ def test_steps_of_an_unknown_transaction_are_refused_with_what_is_open():
         lambda: machine.resume("t9", verified=True),
         lambda: machine.fail("t9", reason="x", written=False),
     ):
-        with pytest.raises(UnknownTransactionError, match="'t9' is not open here.*'t1'"):
+        with pytest.raises(UnknownTransactionError, match=r"'t9' is not open here.*'t1'"):
             step()
 
 

@@ -21,7 +21,6 @@ from sglang.srt.ray.weight_sync import (
     GenerationNotPausedError,
     SessionNotOpenError,
     WeightNameError,
-    WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.report import PHASES
 
@@ -64,9 +63,7 @@ def expected_checksums(seed: int) -> dict[str, str]:
 
 def test_the_layout_is_what_the_weights_checker_and_hugging_face_say(shared_engine: RunningEngine):
     layout = shared_engine.ask("weight_layout")
-    shapes = {
-        name: tuple(t.shape) for name, t in fused_state(new_model(0).state_dict()).items()
-    }
+    shapes = {name: tuple(t.shape) for name, t in fused_state(new_model(0).state_dict()).items()}
     assert {entry.name: entry.shape for entry in layout.entries} == shapes
     assert {entry.dtype for entry in layout.entries} == {"float32"}
     assert {entry.name for entry in layout.entries} == set(checksums(shared_engine))
@@ -174,18 +171,28 @@ def test_the_oracle_would_notice_a_single_tensor_that_stayed_behind(
     assert gap(model, PROMPT, answer) > 10 * GAP
 
 
-@pytest.mark.parametrize("pause", ["retract", "abort"])
+@pytest.mark.parametrize(
+    ("pause", "old", "new"),
+    [
+        ("retract", 21, 22),
+        ("abort", 23, 24),
+        pytest.param(
+            "in_place",
+            25,
+            26,
+            marks=pytest.mark.xfail(strict=True, reason="an in_place sync flushes nothing yet"),
+        ),
+    ],
+)
 def test_a_prefix_that_was_cached_before_a_sync_is_not_used_after_it(
-    shared_engine: RunningEngine, trainer: Any, pause: str
+    shared_engine: RunningEngine, trainer: Any, pause: str, old: int, new: int
 ):
-    sync(trainer, 21, "21", pause)
+    sync(trainer, old, str(old), pause)
     shared_engine.generate(LONG_PROMPT, 2)
-    warm = shared_engine.post(
-        "generate", {"input_ids": LONG_PROMPT, "sampling_params": {"max_new_tokens": 1}}
-    ).json()
-    assert warm["meta_info"]["cached_tokens"] > 900, "the prefix was not cached: nothing is tested"
-    sync(trainer, 22, "22", pause)
-    assert_serves(new_model(22), LONG_PROMPT, shared_engine.generate(LONG_PROMPT, 4))
+    warm = shared_engine.generate(LONG_PROMPT, 2)
+    assert warm.cached > 900, "the prefix was not cached: nothing is tested"
+    sync(trainer, new, str(new), pause)
+    assert_serves(new_model(new), LONG_PROMPT, shared_engine.generate(LONG_PROMPT, 4))
 
 
 def test_retract_lets_a_running_request_go_on_and_abort_ends_it(
@@ -306,9 +313,9 @@ def test_a_sync_with_a_tensor_that_nobody_takes_is_refused_by_name(
 
 def test_a_sync_with_a_wrong_shape_is_refused_by_name(shared_engine: RunningEngine, trainer: Any):
     sync(trainer, 61, "61")
-    with pytest.raises(WeightSyncError) as refused:
+    # Upstream's loader pads what is too small with zeros, in silence.
+    with pytest.raises(WeightNameError, match=r"pads.*layers\.0\.mlp\.down_proj\.weight"):
         sync(trainer, 62, "62", reshape={"model.layers.0.mlp.down_proj.weight": (256, 511)})
-    assert "511" in str(refused.value)
     assert_unharmed(shared_engine, 61, "61")
 
 

@@ -6,6 +6,7 @@ launch does it, so that `ray_namespace` holds in a process without a Ray context
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
@@ -13,9 +14,7 @@ import ray
 
 def namespace_of(server_args: Any) -> str | None:
     """`--ray-namespace`, the namespace in which the engine's actors are named; None means the launching job's."""
-    namespace: str | None = (
-        server_args.ray_namespace
-    )  # a field that a patch adds: type checkers see upstream's class
+    namespace: str | None = server_args.ray_namespace
     return namespace
 
 
@@ -23,9 +22,11 @@ def connect_ray(*, namespace: str | None) -> bool:
     """Connect unless connected; `namespace` is the job's then. Returns whether a local cluster was started here."""
     if ray.is_initialized():
         return False
-    try:
-        ray.init(address="auto", namespace=namespace, log_to_driver=True)
-        return False
-    except ConnectionError:
-        ray.init(address="local", namespace=namespace, include_dashboard=False, log_to_driver=True)
-        return True
+    if os.environ.get("RAY_ADDRESS") != "local":  # which asks for a Ray of its own
+        try:
+            ray.init(address="auto", namespace=namespace, log_to_driver=True)
+            return False
+        except ConnectionError:
+            pass  # there is none to join
+    ray.init(address="local", namespace=namespace, include_dashboard=False, log_to_driver=True)
+    return True

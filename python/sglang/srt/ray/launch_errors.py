@@ -21,11 +21,13 @@ TRACEBACK_VARIABLE = "SGLANG_RAY_TRACEBACK"
 def reported_in_one_line(run_server: Callable[[Any], None]) -> Callable[[Any], None]:
     """Decorator of upstream's `run_server`: with `--ray`, a failed start is one error message and status 1.
 
-    `SGLANG_RAY_TRACEBACK=1` brings the traceback back.
+    `SGLANG_RAY_TRACEBACK=1` brings the traceback back. `--enable-rdt-weight-sync` implies `--ray`.
     """
 
     @functools.wraps(run_server)
     def run(server_args: Any) -> None:
+        if server_args.enable_rdt_weight_sync:
+            server_args.use_ray = True
         if not server_args.use_ray or os.environ.get(TRACEBACK_VARIABLE) == "1":
             return run_server(server_args)
         try:

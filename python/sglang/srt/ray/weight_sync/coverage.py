@@ -67,7 +67,8 @@ def check_coverage(
         "tensors that no rank takes anything from": lost,
         "parameters that nobody sends (all of)": missing or torn,
         "buffers that carry state and are not sent": stateful,
-        "parameters that the loader computes instead of copying, so bytes can't be sent for them": computed,
+        "parameters that the loader computes or pads instead of copying, so bytes can't be sent for them (are the "
+        "shapes right?)": computed,
     }
     if any(problems.values()):
         text = "; ".join(f"{what}: {which!r}" for what, which in problems.items() if which)

@@ -33,6 +33,10 @@ def algorithm_for(device_types: Iterable[str]) -> str:
     return XXH3 if all(kind == "cpu" for kind in device_types) else SUMS
 
 
+def can_run(algorithm: str, device_type: str) -> bool:
+    return algorithm == SUMS or (algorithm == XXH3 and device_type == "cpu")
+
+
 def tensor_digest(tensor: torch.Tensor, algorithm: str) -> str:
     """Digest of a contiguous tensor's bytes, as `algorithm:32 hex digits`.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang.srt.ray.weight_sync import transports
-from sglang.srt.ray.weight_sync.digest import tensor_digest
+from sglang.srt.ray.weight_sync.digest import can_run, tensor_digest
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -146,6 +146,8 @@ class WeightReceiver:
             if layout_fingerprint is not None:
                 self._check_layout(layout_fingerprint)
             targets = self._targets(names)
+            if digests is not None:
+                self._check_digests(names, targets, digests)
             counts = self._check_sources(refs, names, targets, deadline)
             self._ledger.will_write(names)
             try:
@@ -303,6 +305,19 @@ class WeightReceiver:
         chosen = {name: parameters[name] for name in names}
         self._check_contiguous(chosen)
         return list(chosen.values())
+
+    def _check_digests(
+        self, names: Sequence[str], targets: Sequence[torch.Tensor], digests: Mapping[str, str]
+    ) -> None:
+        if missing := [name for name in names if name not in digests]:
+            raise WeightNameError(f"no digest was given for {missing!r}", rank=self._rank)
+        for name, target in zip(names, targets, strict=True):
+            if not can_run(digests[name].partition(":")[0], target.device.type):
+                raise WeightMismatchError(
+                    f"{name!r}: a digest such as {digests[name]!r} can't be computed on {target.device.type!r}",
+                    rank=self._rank,
+                    tensor=name,
+                )
 
     def _check_contiguous(self, parameters: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in parameters.items():
