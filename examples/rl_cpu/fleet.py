@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 START_TIMEOUT_SECONDS = 240.0
-CALL_TIMEOUT_SECONDS = 120.0
+CALL_TIMEOUT_SECONDS = 240.0
 STOP_TIMEOUT_SECONDS = 60.0
 ENGINE_SEED_OFFSET = 1_000_003
 """The engine's checkpoint comes from another seed than the trainer's weights."""

@@ -24,10 +24,10 @@ COLUMNS = ("step", "ver", "reward", "loss", "tok/s", "gap", "shift", "sync", "MB
 NUMBERS_WIDTH = 65
 """Terminal columns that every cell but the phases takes, gaps included."""
 
-PHASE_WIDTH = 12
+PHASE_WIDTH = 14
 """Terminal columns of one phase, roughly."""
 
-HEAD_ROWS = 7
+HEAD_ROWS = 8
 """Terminal rows that the table leaves for its title, its head, its caption and the progress bar."""
 
 
@@ -74,7 +74,10 @@ def step_line(record: StepRecord, *, num_steps: int) -> str:
 
 
 class LiveReport:
-    """Use as a context around the steps; ``note`` works before, inside and after it."""
+    """Use as a context around the steps; ``note`` works before, inside and after it.
+
+    Not thread-safe: the driver calls it from its main thread.
+    """
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console = console
@@ -88,10 +91,11 @@ class LiveReport:
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("training", total=num_steps)
+        self._task = self._progress.add_task("training", total=num_steps, start=False)
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
+        self._progress.start_task(self._task)
         if self._console.is_terminal:
             self._live = Live(
                 self._view(), console=self._console, auto_refresh=True, refresh_per_second=4
@@ -106,7 +110,7 @@ class LiveReport:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
-            self._live.update(Group(self._table(self._records), self._progress), refresh=True)
+            self._live.update(Group(self._table(self._records), self._progress))
             self._live.stop()
             self._live = None
 
