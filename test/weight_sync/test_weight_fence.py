@@ -35,12 +35,14 @@ class FakeEngine:
         self.did: list[str] = []
         self.raising: dict[str, Exception] = {}
         self.hanging: set[str] = set()
+        self.on_hanging: Any = lambda: None
         self.flushes = True
         self.paused = False
         self.failed_with: str | None = None
 
     async def _do(self, step: str) -> None:
         if step in self.hanging:
+            self.on_hanging()
             await asyncio.sleep(3600)
         if step in self.raising:
             raise self.raising[step]
@@ -82,6 +84,8 @@ class FakeRank:
         self.isolated: list[str] = []
         self.weight_status = _Verb(self, self._status)
         self.isolate_prefix_cache = _Verb(self, self.isolated.append)
+        self.admitted: list[str | None] = []
+        self.admit_transaction = _Verb(self, self.admitted.append)
 
     def wrote(self, transaction: str, *, failure: str | None = None, verified: bool = True) -> None:
         report = PullReport(
@@ -178,6 +182,7 @@ def test_a_whole_sync_does_every_step_once_and_in_order():
         assert world.engine.did == ["pause", "begin", "end", "flush", "version", "resume"]
         assert (status["state"], status["version"], status["verified"]) == ("SERVING", "1", True)
         assert set(status["step_seconds"]) == set(STEPS)
+        assert [rank.admitted for rank in world.ranks] == [["t1"], ["t1"]]
 
     run(scenario)
 
@@ -328,7 +333,7 @@ def test_a_step_that_never_returns_bars_the_next_sync_by_name():
     async def scenario() -> None:
         world = World()
         world.engine.hanging.add("begin")
-        world.ranks[1].silent = True
+        world.engine.on_hanging = lambda: setattr(world.ranks[1], "silent", True)
         with pytest.raises(DeadlineExceededError, match=r"rank\(s\) \[1\] do not answer"):
             await world.open(timeout_s=0.3)
         assert world.state == "TORN"

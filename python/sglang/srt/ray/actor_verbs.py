@@ -130,6 +130,11 @@ class SchedulerActorVerbs:
         return self._weight_receiver().status()
 
     @ray.method(concurrency_group="control")
+    def admit_transaction(self, transaction: str | None) -> None:
+        """Called by the engine's fence: whose pulls may start from now on."""
+        self._weight_receiver().admit(transaction)
+
+    @ray.method(concurrency_group="control")
     def isolate_prefix_cache(self, namespace: str) -> None:
         """Make cached prefixes unreachable for requests that have not started; generation must be paused."""
         self._weight_receiver().isolate_prefix_cache(namespace)

@@ -87,7 +87,7 @@ class WeightFence:
                     lambda: self._effects.hold_generation(request.pause),
                     timeout_s,
                 )
-                await self._step(transaction, "begin", self._effects.begin_session, timeout_s)
+                await self._step(transaction, "begin", lambda: self._begin(transaction), timeout_s)
         return self.status()
 
     async def seal(self, transaction_id: str, *, resume: bool, timeout_s: float) -> dict[str, Any]:
@@ -191,6 +191,7 @@ class WeightFence:
         )
         async with self._locked(DEFAULT_STEP_TIMEOUT_S):
             await self._make_way(transaction, force=False)
+            await self._call_ranks("admit_transaction", None)
             answer = await begin()
             if answer[0]:
                 self.machine.open(transaction)
@@ -284,6 +285,10 @@ class WeightFence:
             return
         await self._fail(held, f"{phase} failed: {error}")
         raise error
+
+    async def _begin(self, transaction: Transaction) -> None:
+        await self._call_ranks("admit_transaction", transaction.id)
+        await self._effects.begin_session()
 
     async def _prove_ranks(self, held: Transaction) -> None:
         """Every rank must have completed this transaction.

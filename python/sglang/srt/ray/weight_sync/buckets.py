@@ -8,6 +8,7 @@ register, one region of 2 GB 10 ms), and views keep each tensor its own target.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +56,9 @@ class RankBuckets:
             self._memory.append(memory)
             self._groups.append(dict(_views(memory, specs)))
         self._digests: dict[str, str] = {}
+        # A registration that outlives its memory would be taken for that of whatever is allocated there next (Ray
+        # keys them by address): the next transfer then fails with NIXL_ERR_NOT_FOUND, or reads beyond the region.
+        self._unpin = weakref.finalize(self, _unpin_all, self._memory)
 
     def serves(self, layout: WeightLayout, plan: ShardPlan) -> bool:
         """Whether a rank with this layout and plan can read these buckets."""
@@ -84,10 +88,14 @@ class RankBuckets:
         )
 
     def release(self) -> None:
-        for memory in self._memory:
-            transports.unpin(memory)
-        self._memory.clear()
+        """Take the registrations back; also done when this object is dropped."""
         self._groups.clear()
+        self._unpin()
+
+
+def _unpin_all(memory: list[torch.Tensor]) -> None:
+    while memory:
+        transports.unpin(memory.pop())
 
 
 def _grouped(

@@ -22,6 +22,7 @@ from sglang.srt.ray.weight_sync.errors import (
     DigestMismatchError,
     GenerationNotPausedError,
     SessionNotOpenError,
+    StaleTransactionError,
     TransferError,
     WeightMismatchError,
     WeightNameError,
@@ -52,9 +53,10 @@ class WeightReceiver:
         self._scheduler = scheduler
         self._rank = rank
         self._pins_allowed = pins_allowed
-        self._pinned: list[torch.Tensor] = []
+        self._pinned: dict[int, torch.Tensor] = {}
         self._pull_lock = threading.Lock()
         self._ledger = RankLedger(rank)
+        self._admitted: str | None = None
         self._prefix_cache = PrefixCacheNamespace(scheduler)
         self._yield_while_pulling()
 
@@ -71,6 +73,14 @@ class WeightReceiver:
         """What happened to this rank's weights. Never waits for a pull."""
         total = sum(1 for _ in self._model().named_parameters())
         return self._ledger.status(self._scheduler.weight_updater._session, total)
+
+    def admit(self, transaction: str | None) -> None:
+        """From now on only pulls of `transaction` may start; None admits a client's own pulls.
+
+        The fence calls it on every rank before a transaction's first byte. A commit that was given up and comes late is
+        then refused, or (when it had started) ends before the next transaction's commit gets the pull lock.
+        """
+        self._admitted = transaction
 
     def isolate_prefix_cache(self, namespace: str) -> None:
         """Make what is cached now unreachable for every request that has not started."""
@@ -93,11 +103,13 @@ class WeightReceiver:
         targets = self._parameters()
         self._check_contiguous(targets)
         by_storage = {p.untyped_storage().data_ptr(): p for p in targets.values()}
-        pinned = {p.untyped_storage().data_ptr() for p in self._pinned}
+        for address in list(self._pinned):
+            if address not in by_storage:  # a session re-created this parameter's storage
+                transports.unpin(self._pinned.pop(address))
         for address, parameter in by_storage.items():
-            if address not in pinned:
+            if address not in self._pinned:
                 transports.pin(parameter)
-                self._pinned.append(parameter)
+                self._pinned[address] = parameter
         return {"registered": True, "tensors": len(targets), "regions": len(self._pinned)}
 
     # Pull
@@ -141,6 +153,7 @@ class WeightReceiver:
                     return self._ledger.report
                 if self._ledger.failure is not None:
                     raise self._ledger.failure
+            self._check_admitted(transaction)
             self._check_writable()
             self._ledger.open(self._record_key(transaction), transaction)
             if layout_fingerprint is not None:
@@ -271,6 +284,14 @@ class WeightReceiver:
 
     # Checks before the first byte
 
+    def _check_admitted(self, transaction: str | None) -> None:
+        if transaction != self._admitted:
+            raise StaleTransactionError(
+                f"this rank admits {_admission(self._admitted)}, not {_admission(transaction)}: the call comes late, "
+                f"or another owner took over",
+                rank=self._rank,
+            )
+
     def _check_writable(self) -> None:
         if not self._scheduler._engine_paused:
             raise GenerationNotPausedError(
@@ -382,6 +403,10 @@ class WeightReceiver:
                 time.sleep(_PAUSED_YIELD_S)
 
         self._scheduler._record_scheduler_state_for_paused_engine = record_and_yield
+
+
+def _admission(transaction: str | None) -> str:
+    return "a client's own pulls" if transaction is None else f"transaction {transaction!r}"
 
 
 def _range_of(names: Sequence[str]) -> str:
