@@ -27,8 +27,9 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.ray.hosted_engine import parts_being_launched
 from sglang.srt.ray.hosted_tokenizer import HostedTokenizerManager
 from sglang.srt.ray.weight_fence import WeightFence
+from sglang.srt.ray.weight_metrics import WeightMetrics
 from sglang.srt.ray.weight_sync.errors import EngineRequestError, EngineTornError
-from sglang.srt.runtime_context import get_device
+from sglang.srt.runtime_context import get_device, get_observability
 
 SESSION_TTL_VARIABLE = "SGLANG_RDT_SESSION_TTL_S"
 DEFAULT_SESSION_TTL_S = 600.0
@@ -66,7 +67,10 @@ class WeightSyncTokenizerManager(HostedTokenizerManager):
         super().init_weight_update()  # type: ignore[no-untyped-call]
         actors = parts_being_launched().ranks.scheduler_actors
         self.weight_fence = WeightFence(
-            self, actors, version=str(self.config_value("weight_version"))
+            self,
+            actors,
+            version=str(self.config_value("weight_version")),
+            metrics=WeightMetrics(own_endpoint=bool(get_observability().enable_metrics)),
         )
         self.is_pause_cond = FencedCondition(self._check_serving)
 

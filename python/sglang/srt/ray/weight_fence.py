@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from sglang.srt.ray.weight_metrics import WeightMetrics
 from sglang.srt.ray.weight_sync.control import OpenRequest
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
@@ -46,12 +47,23 @@ class EngineEffects(Protocol):
 class WeightFence:
     """State of one engine's weights and everything that changes it. All methods run on one event loop."""
 
-    def __init__(self, effects: EngineEffects, actors: Sequence[Any], *, version: str) -> None:
+    def __init__(
+        self,
+        effects: EngineEffects,
+        actors: Sequence[Any],
+        *,
+        version: str,
+        metrics: WeightMetrics | None = None,
+    ) -> None:
         """Args:
         effects: what changes the engine.
         actors: SchedulerActor handles in rank order.
         version: the label that is served now.
+        metrics: told of every sync that ends.
         """
+        self._metrics = metrics
+        self._paused_at = 0.0
+        self._left_open: str | None = None
         self._effects = effects
         self._actors = list(actors)
         self.machine = WeightStateMachine(version)
@@ -81,6 +93,7 @@ class WeightFence:
             if self.machine.open(transaction):
                 self._arm(transaction, request.ttl_s)
                 self._step_seconds = {}
+                self._paused_at = time.monotonic()
                 await self._step(
                     transaction,
                     "pause",
@@ -137,6 +150,7 @@ class WeightFence:
             if held is None
             else round(max(self._expires_at - time.monotonic(), 0.0), 3),
             "torn_reason": machine.torn_reason,
+            "session_left_open": self._left_open,
             "verified": None
             if machine.last_commitment is None
             else machine.last_commitment.verified,
@@ -194,6 +208,7 @@ class WeightFence:
             await self._call_ranks("admit_transaction", None)
             answer = await begin()
             if answer[0]:
+                self._paused_at, self._step_seconds = time.monotonic(), {}
                 self.machine.open(transaction)
                 self._arm(transaction, ttl_s)
             return answer
@@ -218,6 +233,7 @@ class WeightFence:
             self.machine.seal(held.id)
             self.machine.resume(held.id, verified=False)
             self._disarm()
+            self._tell_metrics("unverified")
             return answer
 
     def _client_failure(
@@ -243,6 +259,8 @@ class WeightFence:
         """All weights were loaded from disk."""
         self._disarm()
         self.machine.reload(version)
+        if self._metrics is not None:
+            self._metrics.mended()
 
     # Steps
 
@@ -318,6 +336,7 @@ class WeightFence:
         if self.machine.resume(transaction_id, verified=verified):
             self._disarm()
             await self._effects.let_generation_go()
+            self._tell_metrics("committed")
 
     async def _fail(self, held: Transaction, reason: str, *, written: bool | None = None) -> None:
         """End a transaction that did not come through, by what the ranks say of it."""
@@ -331,8 +350,34 @@ class WeightFence:
         if state is WeightState.TORN:
             await self._effects.fail_open_requests(self.machine.torn_reason or reason)
         elif self._stuck is None:
-            await self._effects.end_session()
+            await self._close_untouched_session()
             await self._effects.let_generation_go()
+        self._tell_metrics("torn" if state is WeightState.TORN else "aborted")
+
+    async def _close_untouched_session(self) -> None:
+        """Close a session in which nothing was written.
+
+        The engine serves its old weights whether that works or not: the next sync takes over a session that stayed
+        open, and `status` shows why it did.
+        """
+        task = asyncio.ensure_future(self._effects.end_session())
+        done, _ = await asyncio.wait([task], timeout=RANK_STATUS_TIMEOUT_S)
+        if not done:
+            self._stuck = ("end", task)
+            self._left_open = f"end did not return within {RANK_STATUS_TIMEOUT_S:g} s"
+        else:
+            cause = task.exception()
+            self._left_open = None if cause is None else str(cause)
+
+    def _tell_metrics(self, outcome: str) -> None:
+        if self._metrics is not None:
+            self._metrics.ended(
+                outcome,
+                self.machine.state,
+                step_seconds=self._step_seconds,
+                pause_seconds=time.monotonic() - self._paused_at,
+                ranks=self._rank_reports if outcome == "committed" else (),
+            )
 
     async def _make_way(self, transaction: Transaction, *, force: bool) -> None:
         """Check that nothing stuck remains, and take over from another owner when that was asked for."""
