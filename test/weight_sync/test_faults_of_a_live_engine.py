@@ -519,3 +519,39 @@ def _open_body(**changes: Any) -> dict[str, Any]:
         "version": _next_version(),
         "ttl_s": 5.0,
     } | changes
+
+
+# Leaks (F22)
+
+
+def _registrations_and_memory(actor: Any) -> tuple[int, int, int]:
+    import psutil
+    from ray.experimental.rdt.util import get_tensor_transport_manager
+
+    transport = get_tensor_transport_manager("NIXL")
+    pinned = sum(entry.metadata_count for entry in transport._tensor_desc_cache.values())
+    return len(transport._tensor_desc_cache), pinned, psutil.Process().memory_info().rss
+
+
+def test_two_hundred_failing_syncs_leave_registrations_and_memory_where_they_were(engine, trainer):
+    _damage(engine, "_finish", _flip_a_bit_after_arrival)
+
+    def fail(actor: Any, count: int) -> None:
+        for _ in range(count):
+            try:
+                actor._publisher.sync(actor.state(2), version="10000000")
+            except DigestMismatchError:
+                continue
+            raise AssertionError("a damaged sync came through")
+
+    def failing(count: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        ray.get(trainer.__ray_call__.remote(fail, count), timeout=180)
+        here = ray.get(trainer.__ray_call__.remote(_registrations_and_memory), timeout=30)
+        return _in_rank(engine, _registrations_and_memory), here
+
+    rank_before, trainer_before = failing(20)
+    rank_after, trainer_after = failing(180)
+    assert rank_after[:2] == rank_before[:2]
+    assert trainer_after[:2] == trainer_before[:2]
+    assert rank_after[2] - rank_before[2] < 24e6, (rank_before, rank_after)
+    assert trainer_after[2] - trainer_before[2] < 24e6, (trainer_before, trainer_after)

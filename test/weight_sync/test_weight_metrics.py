@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prometheus_client import REGISTRY
+
 from sglang.srt.ray.weight_metrics import WeightMetrics
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
 from sglang.srt.ray.weight_sync.states import WeightState

@@ -14,17 +14,19 @@ from sglang.srt.ray.weight_sync.states import WeightState
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 PREFIX = "sglang_weight_sync"
+_Definitions = dict[str, tuple[str, tuple[str, ...]]]
+"""Name -> help text and label names."""
 
-COUNTERS = {
+COUNTERS: _Definitions = {
     "syncs": ("Weight syncs that ended, by outcome.", ("outcome",)),
     "bytes": ("Bytes of weights that arrived.", ("rank",)),
 }
-HISTOGRAMS = {
+HISTOGRAMS: _Definitions = {
     "phase_seconds": ("Seconds of a step of a sync on the engine.", ("phase",)),
     "rank_seconds": ("Seconds of a rank's transfer and verification.", ("phase", "rank")),
     "pause_seconds": ("Seconds for which a sync kept generation paused.", ()),
 }
-GAUGES = {
+GAUGES: _Definitions = {
     "gigabytes_per_second": (
         "Speed of a rank's last transfer, in 1e9 bytes per second.",
         ("rank",),
