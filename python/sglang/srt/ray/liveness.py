@@ -145,7 +145,7 @@ def _where(error: ray.exceptions.RayError) -> str:
     """The innermost line of the rank's own traceback; an error such as NotImplementedError says nothing without it."""
     frames = [
         line.strip()
-        for line in getattr(error, "traceback_str", "").splitlines()
+        for line in str(error).splitlines()  # Ray puts the rank's traceback there
         if line.lstrip().startswith("File ")
     ]
     return f" [{frames[-1]}]" if frames else ""
