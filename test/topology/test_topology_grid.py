@@ -97,6 +97,7 @@ def test_on_a_group_from_the_context(tiny_qwen, expected, name):
         remove_placement_group(group)
 
 
+@ray.remote(num_cpus=1)
 class AsyncHost:
     """An async actor: its methods run on an event loop, so nothing in them may start one."""
 
@@ -122,7 +123,7 @@ def test_in_an_async_actor_on_its_own_node_sized_group(tiny_qwen, expected, name
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=0
     )
-    host = ray.remote(num_cpus=1)(AsyncHost).options(scheduling_strategy=strategy).remote()
+    host = AsyncHost.options(scheduling_strategy=strategy).remote()
     try:
         call = host.run.remote(arguments(tiny_qwen, topology), PROMPTS, SAMPLING)
         tokens, verbs, source = ray.get(call, timeout=600)
@@ -140,10 +141,7 @@ def test_two_engines_share_one_group_and_one_node_sized_bundle(tiny_qwen, expect
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=0
     )
-    hosts = [
-        ray.remote(num_cpus=1)(AsyncHost).options(scheduling_strategy=strategy).remote()
-        for _ in range(2)
-    ]
+    hosts = [AsyncHost.options(scheduling_strategy=strategy).remote() for _ in range(2)]
     try:
         calls = [
             host.run.remote(arguments(tiny_qwen, {"port": 31000 + 100 * i}), PROMPTS, SAMPLING)

@@ -28,6 +28,7 @@ NAMESPACE = "their-engines"
 START_TIMEOUT_S = 300
 
 
+@ray.remote(num_cpus=0, max_concurrency=4)
 class Host:
     """What a user's own actor does; everything it needs is imported inside, since workers lack this module."""
 
@@ -137,7 +138,7 @@ def plugin(tmp_path_factory) -> Path:
 def start_host(model: Any, port: int, group: Any, plugin: Path) -> tuple[Any, list[Any]]:
     path = os.pathsep.join([str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"env_vars": {"SGLANG_RAY_BUNDLE_INDICES": "2,0", "PYTHONPATH": path}}
-    host = ray.remote(num_cpus=0, max_concurrency=4)(Host).options(runtime_env=environment).remote()
+    host = Host.options(runtime_env=environment).remote()
     actors = ray.get(host.start.remote(arguments(model, port), group), timeout=START_TIMEOUT_S)
     wait_for(lambda: healthy(port), "the server's health", START_TIMEOUT_S)
     return host, actors

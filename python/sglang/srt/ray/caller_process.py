@@ -83,7 +83,7 @@ def check_agrees(config: Mapping[str, Any]) -> None:
         different = sorted(
             name
             for name in config.keys() | other.keys()
-            if name not in _PER_ENGINE and config.get(name) != other.get(name)
+            if name not in _PER_ENGINE and _differ(config.get(name), other.get(name))
         )
         if different:
             shown = {name: (other.get(name), config.get(name)) for name in different[:5]}
@@ -92,6 +92,10 @@ def check_agrees(config: Mapping[str, Any]) -> None:
                 f"and SGLang keeps one configuration a process. Shut that engine down first, or launch this one in a "
                 f"Ray actor of its own."
             )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one != other and repr(one) != repr(other)  # some values have no equality of their own
 
 
 def note_running(engine: Any, config: Mapping[str, Any]) -> None:

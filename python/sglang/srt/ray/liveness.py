@@ -135,7 +135,17 @@ def cause_of(error: ray.exceptions.RayError) -> str:
     """The line that says what went wrong on the rank, out of Ray's long report."""
     cause = getattr(error, "cause", None)
     if cause is not None and not isinstance(cause, ray.exceptions.RayError):
-        return f"{type(cause).__name__}: {cause}"
+        return f"{type(cause).__name__}: {cause}{_where(error)}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return (errors or lines or [repr(error)])[-1]
+
+
+def _where(error: ray.exceptions.RayError) -> str:
+    """The innermost line of the rank's own traceback; an error such as NotImplementedError says nothing without it."""
+    frames = [
+        line.strip()
+        for line in str(error).splitlines()  # Ray puts the rank's traceback there
+        if line.lstrip().startswith("File ")
+    ]
+    return f" [{frames[-1]}]" if frames else ""
