@@ -45,11 +45,11 @@ def wait_until_serving(port: int, alive: Any) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert alive(), "the server ended before it served"
-        with contextlib.suppress(requests.exceptions.ConnectionError):
-            if requests.get(f"http://127.0.0.1:{port}/health", timeout=10).ok:
+        with contextlib.suppress(requests.exceptions.RequestException):
+            if requests.get(f"http://127.0.0.1:{port}/model_info", headers=HEADERS, timeout=60).ok:
                 return
         time.sleep(0.5)
-    raise TimeoutError(f"the server on port {port} was not healthy within {START_TIMEOUT_S:g} s")
+    raise TimeoutError(f"the server on port {port} did not answer within {START_TIMEOUT_S:g} s")
 
 
 @contextlib.contextmanager
