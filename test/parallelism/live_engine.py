@@ -45,11 +45,11 @@ def wait_until_serving(port: int, alive: Any) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert alive(), "the server ended before it served"
-        with contextlib.suppress(requests.exceptions.ConnectionError):
-            if requests.get(f"http://127.0.0.1:{port}/health", timeout=10).ok:
+        with contextlib.suppress(requests.exceptions.RequestException):
+            if requests.get(f"http://127.0.0.1:{port}/model_info", headers=HEADERS, timeout=60).ok:
                 return
         time.sleep(0.5)
-    raise TimeoutError(f"the server on port {port} was not healthy within {START_TIMEOUT_S:g} s")
+    raise TimeoutError(f"the server on port {port} did not answer within {START_TIMEOUT_S:g} s")
 
 
 @contextlib.contextmanager
@@ -68,6 +68,35 @@ def ray_engine(folder: Path, **values: Any) -> Iterator[tuple[Any, Any]]:
     finally:
         engine.shutdown()
         server.join(timeout=STOP_TIMEOUT_S)
+
+
+class EngineHost:
+    """Hosts and serves one engine; as a Ray actor, since upstream's HTTP app can be served once in a process."""
+
+    def start(self, folder: Path, values: dict[str, Any]) -> tuple[list[Any], int]:
+        """The scheduler actors and the HTTP port."""
+        self._running = ray_engine(folder, **values)
+        engine, server_args = self._running.__enter__()
+        return engine.scheduler_actors, server_args.port
+
+    def stop(self) -> None:
+        self._running.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def hosted_engine(folder: Path, **values: Any) -> Iterator[tuple[list[Any], int]]:
+    """An engine under Ray in a host actor. Yields its scheduler actors and its HTTP port."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(
+        sys.modules[__name__]
+    )  # no package, so not importable there
+    host = ray.remote(num_cpus=0)(EngineHost).remote()
+    try:
+        yield ray.get(host.start.remote(folder, values), timeout=START_TIMEOUT_S)
+        ray.get(host.stop.remote(), timeout=STOP_TIMEOUT_S)
+    finally:
+        ray.kill(host)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import ray
 import requests
-from live_engine import HEADERS, free_port, plain_server, ray_engine
+from live_engine import HEADERS, free_port, hosted_engine, plain_server, ray_engine
 from shards import build_shard
 
 from sglang.srt.distributed.parallel_state import RankParallelismConfig
@@ -112,17 +112,15 @@ def test_server_info_rebuilds_equal_server_args(engine):
 
 def test_a_trainer_builds_what_the_rank_holds(engine):
     launched, server_args = engine
-    assert_shards_equal_live_ranks(launched, server_args)
+    assert_shards_equal_live_ranks(launched.scheduler_actors, server_args.port)
 
 
-def assert_shards_equal_live_ranks(launched, server_args):
+def assert_shards_equal_live_ranks(actors, port):
     """As a trainer: everything it knows came over HTTP; only the expected value is asked of the actors."""
-    layouts = ray.get(
-        [actor.weight_layout.remote() for actor in launched.scheduler_actors], timeout=60
-    )
-    received = ServerArgs(**own_fields(ask(server_args.port, "server_info").json()))
+    layouts = ray.get([actor.weight_layout.remote() for actor in actors], timeout=60)
+    received = ServerArgs(**own_fields(ask(port, "server_info").json()))
     for rank, layout in enumerate(layouts):
-        told = ask(server_args.port, "parallelism_config", rank=rank).json()
+        told = ask(port, "parallelism_config", rank=rank).json()
         with use_context(RuntimeContext(parallel=ParallelContext())):
             set_global_server_args_for_scheduler(received)
             shard = build_shard(received, RankParallelismConfig.from_dict(told))
@@ -159,12 +157,12 @@ def test_a_trainer_builds_what_each_of_two_ranks_holds(local_ray, checkpoint, fa
         "disable_overlap_schedule": "pp_size" in sizes,
         **sizes,
     }
-    with ray_engine(checkpoint(family), **values) as (launched, server_args):
-        told = [ask(server_args.port, "parallelism_config", rank=rank).json() for rank in (0, 1)]
+    with hosted_engine(checkpoint(family), **values) as (actors, port):
+        told = [ask(port, "parallelism_config", rank=rank).json() for rank in (0, 1)]
         assert [rank["global_rank"] for rank in told] == [0, 1]
         assert {rank["world_size"] for rank in told} == {2}
-        assert ask(server_args.port, "parallelism_config", rank=2).status_code == 404
-        assert_shards_equal_live_ranks(launched, server_args)
+        assert ask(port, "parallelism_config", rank=2).status_code == 404
+        assert_shards_equal_live_ranks(actors, port)
 
 
 def test_ranks_without_ray_register_themselves(checkpoint, tmp_path):
