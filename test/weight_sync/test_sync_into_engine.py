@@ -176,12 +176,7 @@ def test_the_oracle_would_notice_a_single_tensor_that_stayed_behind(
     [
         ("retract", 21, 22),
         ("abort", 23, 24),
-        pytest.param(
-            "in_place",
-            25,
-            26,
-            marks=pytest.mark.xfail(strict=True, reason="an in_place sync flushes nothing yet"),
-        ),
+        ("in_place", 25, 26),
     ],
 )
 def test_a_prefix_that_was_cached_before_a_sync_is_not_used_after_it(
@@ -267,6 +262,25 @@ def test_a_session_without_a_pause_is_not_enough(shared_engine: RunningEngine, t
             timeout=WAIT_S,
         )
     shared_engine.post("end_weight_update", {}).raise_for_status()
+
+
+@pytest.mark.parametrize(("mode", "old", "new"), [(None, 53, 54), ("in_place", 55, 56)])
+def test_a_prefix_that_was_cached_before_a_clients_own_session_is_not_used_after_it(
+    shared_engine: RunningEngine, trainer: Any, mode: str | None, old: int, new: int
+):
+    sync(trainer, old, str(old))
+    shared_engine.generate(LONG_PROMPT, 2)
+    assert shared_engine.generate(LONG_PROMPT, 2).cached > 900
+    names = [entry.name for entry in shared_engine.ask("weight_layout").entries]
+    shared_engine.post(
+        "pause_generation", {} if mode is None else {"mode": mode}
+    ).raise_for_status()
+    shared_engine.post("begin_weight_update", {}).raise_for_status()
+    pulls = trainer.pull_into.remote(shared_engine.actors[0], new, [names[:7], names[7:]])
+    ray.get(pulls, timeout=WAIT_S)
+    shared_engine.post("end_weight_update", {}).raise_for_status()
+    shared_engine.post("continue_generation", {}).raise_for_status()
+    assert_serves(new_model(new), LONG_PROMPT, shared_engine.generate(LONG_PROMPT, 4))
 
 
 # Refused syncs

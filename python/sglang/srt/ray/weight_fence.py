@@ -216,6 +216,8 @@ class WeightFence:
     async def client_end(self, end: Callable[[], Awaitable[Any]]) -> Any:
         """Run a client's `end_weight_update`; a failed pull in its session makes the engine TORN.
 
+        Cached prefixes of the weights that were replaced serve nobody from then on.
+
         Raises:
             EngineTornError: naming the rank and what failed on it.
         """
@@ -230,6 +232,8 @@ class WeightFence:
             if reason := self._client_failure(statuses, answer):
                 await self._fail(held, reason, written=True)
                 self.check_serving()
+            if any(status.session_open and status.tensors_written for status in statuses):
+                await self._drop_old_prefixes(held)  # upstream's end does not, nor do these clients
             self.machine.seal(held.id)
             self.machine.resume(held.id, verified=False)
             self._disarm()
