@@ -17,13 +17,13 @@ demo: setup  ## run the small RL loop on the CPU
 	@"$(VENV)/bin/python" examples/rl_cpu/main.py $(ARGS)
 
 test: setup  ## run the quick tests
-	@"$(VENV)/bin/python" -m pytest test -m "not slow and not gpu" $(ARGS)
+	@scripts/test.sh "not slow and not gpu" $(ARGS)
 
 test-slow: setup  ## run the slow tests
-	@"$(VENV)/bin/python" -m pytest test -m "slow and not gpu" $(ARGS)
+	@scripts/test.sh "slow and not gpu" $(ARGS)
 
 test-gpu: setup  ## run the tests that need a CUDA device
-	@"$(VENV)/bin/python" -m pytest test -m gpu $(ARGS)
+	@scripts/test.sh gpu $(ARGS)
 
 check:  ## hold patches/ and the overlay against the rules (no environment needed)
 	@scripts/fork check

@@ -99,19 +99,23 @@ class ReceivingRank:
 
         from sglang.srt.ray.weight_sync import transports
 
-        def fetch_into(
-            refs: Sequence[Any], targets: Sequence[Any], *, timeout_s: float
-        ) -> list[torch.Tensor]:
-            for ref, buffers in zip(refs, targets, strict=True):
-                set_target_for_ref(ref, [buffer.view_as(buffer) for buffer in buffers])
-            gc.collect()
-            return [t for tensors in ray.get(list(refs), timeout=timeout_s) for t in tensors]
+        class LostRead:
+            def __init__(self, ref: Any, targets: Sequence[Any]) -> None:
+                set_target_for_ref(ref, [buffer.view_as(buffer) for buffer in targets])
+                gc.collect()
+                self._ref = ref
 
-        real, transports.fetch_into = transports.fetch_into, fetch_into
+            def wait(self, *, timeout_s: float) -> list[torch.Tensor]:
+                return list(ray.get(self._ref, timeout=timeout_s))
+
+            def is_over(self) -> bool:
+                return True
+
+        real, transports.Read = transports.Read, LostRead  # type: ignore[misc, assignment]
         try:
             return self.receiver.pull(refs, names)
         finally:
-            transports.fetch_into = real
+            transports.Read = real  # type: ignore[misc]
 
     def pull_and_measure(self, refs: Sequence[Any], names: Sequence[str]) -> tuple[int, int]:
         """Bytes by which this process's peak of resident memory grew, and how many objects Ray's RDT store keeps."""

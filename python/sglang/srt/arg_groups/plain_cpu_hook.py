@@ -17,11 +17,14 @@ _SOURCE = "sglang_rdt_plain_cpu"
 
 
 def declare_plain_cpu_defaults(server_args: Any) -> None:
-    """Choose attention backend, KV cache size and log level where the user left them open."""
+    """Choose attention backend and KV cache size where the user left them open, and let an idle rank sleep."""
     if is_cpu():
         return  # the kernels are there: upstream's own choices hold
     chosen = resolving_view(server_args)
     if chosen.attention_backend is None:
         declare_resolution(server_args, _SOURCE, attention_backend="torch_native")
+    if not chosen.sleep_on_idle:
+        # An idle scheduler polls without a pause, which takes a core away from whoever shares the CPU: the trainer.
+        declare_resolution(server_args, _SOURCE, sleep_on_idle=True)
     if chosen.max_total_tokens is None:
         declare_resolution(server_args, _SOURCE, max_total_tokens=DEFAULT_MAX_TOTAL_TOKENS)

@@ -34,7 +34,7 @@ from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
 from sglang.srt.ray.weight_sync.shards import ShardPlan, trace_shard_plan
 
 DEFAULT_PULL_DEADLINE_S = 60.0
-_PAUSED_YIELD_S = 0.002
+_PAUSED_POLL_S = 0.0005
 
 
 class WeightReceiver:
@@ -58,7 +58,7 @@ class WeightReceiver:
         self._ledger = RankLedger(rank)
         self._admitted: str | None = None
         self._prefix_cache = PrefixCacheNamespace(scheduler)
-        self._yield_while_pulling()
+        self._sleep_while_paused()
 
     # Layout, plan, status
 
@@ -389,20 +389,20 @@ class WeightReceiver:
     def _parameters(self) -> dict[str, torch.Tensor]:
         return {name: parameter.data for name, parameter in self._model().named_parameters()}
 
-    def _yield_while_pulling(self) -> None:
-        """Let the paused event loop sleep between polls while a pull runs.
+    def _sleep_while_paused(self) -> None:
+        """Let the paused event loop sleep between its polls.
 
-        It spins otherwise, and the two threads then fight for the interpreter lock: a pull of 3 MB took several times
-        as long. The loop still answers control messages, at most `_PAUSED_YIELD_S` later.
+        It spins otherwise, and while a pull runs the two threads fight for the interpreter lock (a pull of 3 MB took
+        several times as long); on a CPU it also takes a core away from the trainer. Control messages are answered at
+        most `_PAUSED_POLL_S` later.
         """
         record = self._scheduler._record_scheduler_state_for_paused_engine
 
-        def record_and_yield() -> None:
+        def record_and_sleep() -> None:
             record()
-            if self._pull_lock.locked():
-                time.sleep(_PAUSED_YIELD_S)
+            time.sleep(_PAUSED_POLL_S)
 
-        self._scheduler._record_scheduler_state_for_paused_engine = record_and_yield
+        self._scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def _admission(transaction: str | None) -> str:
