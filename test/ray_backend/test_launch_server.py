@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 import ray
 import requests
@@ -230,9 +229,8 @@ def test_a_cluster_without_room_is_one_error_that_says_what_is_missing(
 def test_a_rank_that_dies_takes_the_server_down_with_its_name(tiny_model: Path):
     with launched_server(tiny_model, ray_address="local") as server:
         server.wait_until_healthy()
-        ranks = [p for p in server._seen.values() if "scheduler" in "".join(p.cmdline())]
-        assert len(ranks) == 1
-        psutil.Process(ranks[0].pid).kill()
+        (rank,) = server.descendants("scheduler")
+        rank.kill()
         assert server.wait(60) != 0
         assert "rank 0 (dp 0, pp 0, tp 0) died" in server.output()
         assert not server.left_behind()

@@ -13,7 +13,7 @@ import ray
 from support.models import ENGINE_SEED, new_model
 from support.oracle import Generation, assert_serves
 
-from sglang.srt.ray.weight_sync import EngineRequestError
+from sglang.srt.ray.weight_sync import UnknownTransactionError
 
 PROMPT = [9, 8, 7, 6, 5]
 START_S = 300.0
@@ -40,11 +40,11 @@ class EngineAndTrainer:
     def sync(self, seed: int, version: str, pause: str) -> Any:
         return self.publisher.sync(new_model(seed).state_dict(), version=version, pause=pause)
 
-    def begin(self) -> None:
-        self.control.begin(timeout_s=60)
+    def seal(self, transaction: str) -> None:
+        self.control.seal(transaction, resume=True, timeout_s=60)
 
-    def end(self) -> None:
-        self.control.end(timeout_s=60)
+    def state(self) -> str:
+        return self.control.status(timeout_s=60)["state"]
 
     def generate(self, prompt: list[int], length: int) -> Generation:
         sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
@@ -98,12 +98,9 @@ def test_a_sync_without_http_reaches_the_engine_in_every_pause_mode(
 
 
 def test_a_refusal_is_raised_with_the_engines_words_and_its_name(job: Any):
-    with pytest.raises(EngineRequestError, match=r"end was refused: .*engine='local'"):
-        ray.get(job.end.remote(), timeout=CALL_S)
-    ray.get(job.begin.remote(), timeout=CALL_S)
-    with pytest.raises(EngineRequestError, match="begin was refused"):
-        ray.get(job.begin.remote(), timeout=CALL_S)
-    ray.get(job.end.remote(), timeout=CALL_S)
+    with pytest.raises(UnknownTransactionError, match=r"'nobody'.*is not open here"):
+        ray.get(job.seal.remote("nobody"), timeout=CALL_S)
+    assert ray.get(job.state.remote(), timeout=CALL_S) == "SERVING"
 
 
 def test_shutdown_ends_ranks_helpers_and_the_own_group_and_leaves_ray_alone(job: Any):

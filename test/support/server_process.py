@@ -76,6 +76,11 @@ class ServerProcess:
         self.wait(timeout_s)
         return time.monotonic() - started
 
+    def descendants(self, named: str) -> list[psutil.Process]:
+        """Those that run now and whose command line holds the name, in any case."""
+        assert self._alive(), self.output()[-5000:]
+        return [p for p in self._seen.values() if named in describe(p).lower()]
+
     def left_behind(self, timeout_s: float = 10.0) -> list[str]:
         """Descriptions of descendants that outlived the server by `timeout_s`."""
         _, alive = psutil.wait_procs(list(self._seen.values()), timeout=timeout_s)
@@ -83,10 +88,9 @@ class ServerProcess:
 
     def close(self) -> None:
         self._alive()
-        for process in [*self._seen.values(), psutil.Process(os.getpid())]:
-            if process.pid != os.getpid():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if self.returncode is None:
             self._process.kill()
             self._process.wait(10)

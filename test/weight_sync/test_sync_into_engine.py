@@ -17,9 +17,9 @@ from support.oracle import GAP, assert_serves, gap, greedy
 from support.trainer import start_trainer
 
 from sglang.srt.ray.weight_sync import (
-    EngineRequestError,
     GenerationNotPausedError,
     SessionNotOpenError,
+    TransactionBusyError,
     WeightNameError,
 )
 from sglang.srt.ray.weight_sync.report import PHASES
@@ -27,6 +27,7 @@ from sglang.srt.ray.weight_sync.report import PHASES
 PROMPT = [5, 6, 7, 8, 9, 10]
 LONG_PROMPT = [3 + (7 * i * i + i) % 500 for i in range(1000)]
 WAIT_S = 120.0
+MEASURED = {"plan", "stage", "pause", "begin", "wire", "verify", "end", "flush", "version"}
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +158,13 @@ def test_after_each_of_several_syncs_the_engine_computes_what_hugging_face_compu
         assert report.verified
         assert report.pause_mode == pause
         assert report.total_bytes == shared_engine.ask("weight_layout").num_bytes
-        assert set(report.phase_seconds) == set(PHASES)
+        assert MEASURED <= set(report.phase_seconds) <= set(PHASES)
 
 
 def test_the_oracle_would_notice_a_single_tensor_that_stayed_behind(
     shared_engine: RunningEngine, trainer: Any
 ):
-    sync(trainer, 13, "13")
+    sync(trainer, 13, "v13")
     answer = shared_engine.generate(PROMPT, 8)
     model = new_model(13)
     assert gap(model, PROMPT, answer) < GAP
@@ -182,11 +183,11 @@ def test_the_oracle_would_notice_a_single_tensor_that_stayed_behind(
 def test_a_prefix_that_was_cached_before_a_sync_is_not_used_after_it(
     shared_engine: RunningEngine, trainer: Any, pause: str, old: int, new: int
 ):
-    sync(trainer, old, str(old), pause)
+    sync(trainer, old, f"v{old}", pause)
     shared_engine.generate(LONG_PROMPT, 2)
     warm = shared_engine.generate(LONG_PROMPT, 2)
     assert warm.cached > 900, "the prefix was not cached: nothing is tested"
-    sync(trainer, new, str(new), pause)
+    sync(trainer, new, f"v{new}", pause)
     assert_serves(new_model(new), LONG_PROMPT, shared_engine.generate(LONG_PROMPT, 4))
 
 
@@ -194,11 +195,11 @@ def test_retract_lets_a_running_request_go_on_and_abort_ends_it(
     shared_engine: RunningEngine, trainer: Any
 ):
     with generating(shared_engine, length=300) as kept:
-        sync(trainer, 31, "31", "retract")
+        sync(trainer, 31, "v31", "retract")
         assert not kept.done.is_set(), "the request ended before the sync"
     assert (kept.answer.finish, len(kept.answer.tokens)) == ("length", 300)
     with generating(shared_engine, length=3000) as ended:
-        sync(trainer, 32, "32", "abort")
+        sync(trainer, 32, "v32", "abort")
     assert ended.answer.finish == "abort"
     assert len(ended.answer.tokens) < 3000
     assert_serves(new_model(32), PROMPT, shared_engine.generate(PROMPT, 4))
@@ -207,9 +208,9 @@ def test_retract_lets_a_running_request_go_on_and_abort_ends_it(
 def test_what_a_request_generates_after_a_retracting_sync_comes_from_the_new_weights(
     shared_engine: RunningEngine, trainer: Any
 ):
-    sync(trainer, 41, "41")
+    sync(trainer, 41, "v41")
     with generating(shared_engine, length=200) as request:
-        sync(trainer, 42, "42", "retract")
+        sync(trainer, 42, "v42", "retract")
         assert not request.done.is_set()
     tokens = request.answer.tokens
     tail = greedy(new_model(42), [*PROMPT, *tokens[:-8]], 8)
@@ -224,7 +225,7 @@ def test_what_a_request_generates_after_a_retracting_sync_comes_from_the_new_wei
 def test_verbs_need_a_pause_in_any_mode_and_an_open_session(
     shared_engine: RunningEngine, trainer: Any, mode: str | None
 ):
-    sync(trainer, 51, "51")
+    sync(trainer, 51, "v51")
     actor = shared_engine.actors[0]
     groups = [["model.norm.weight"], ["lm_head.weight", "model.embed_tokens.weight"]]
 
@@ -268,7 +269,7 @@ def test_a_session_without_a_pause_is_not_enough(shared_engine: RunningEngine, t
 def test_a_prefix_that_was_cached_before_a_clients_own_session_is_not_used_after_it(
     shared_engine: RunningEngine, trainer: Any, mode: str | None, old: int, new: int
 ):
-    sync(trainer, old, str(old))
+    sync(trainer, old, f"v{old}")
     shared_engine.generate(LONG_PROMPT, 2)
     assert shared_engine.generate(LONG_PROMPT, 2).cached > 900
     names = [entry.name for entry in shared_engine.ask("weight_layout").entries]
@@ -307,42 +308,52 @@ def assert_unharmed(engine: RunningEngine, seed: int, version: str) -> None:
 def test_a_sync_that_does_not_cover_the_model_is_refused_before_the_engine_is_paused(
     shared_engine: RunningEngine, trainer: Any, damage: dict[str, Any], named: str
 ):
-    sync(trainer, 61, "61")
+    sync(trainer, 61, "v61")
     with pytest.raises(WeightNameError, match=named) as refused:
-        sync(trainer, 62, "62", **damage)
+        sync(trainer, 62, "v62", **damage)
     assert (refused.value.engine, refused.value.phase) == ("e0", "plan")
-    assert_unharmed(shared_engine, 61, "61")
-    sync(trainer, 63, "63")
-    assert_unharmed(shared_engine, 63, "63")
+    assert_unharmed(shared_engine, 61, "v61")
+    sync(trainer, 63, "v63")
+    assert_unharmed(shared_engine, 63, "v63")
 
 
 def test_a_sync_with_a_tensor_that_nobody_takes_is_refused_by_name(
     shared_engine: RunningEngine, trainer: Any
 ):
-    sync(trainer, 61, "61")
+    sync(trainer, 61, "v61")
     with pytest.raises(WeightNameError, match=r"\['model\.layers\.9\.extra\.weight'\]"):
-        sync(trainer, 62, "62", extra={"model.layers.9.extra.weight": (4, 4)})
-    assert_unharmed(shared_engine, 61, "61")
+        sync(trainer, 62, "v62", extra={"model.layers.9.extra.weight": (4, 4)})
+    assert_unharmed(shared_engine, 61, "v61")
 
 
 def test_a_sync_with_a_wrong_shape_is_refused_by_name(shared_engine: RunningEngine, trainer: Any):
-    sync(trainer, 61, "61")
+    sync(trainer, 61, "v61")
     # Upstream's loader pads what is too small with zeros, in silence.
     with pytest.raises(WeightNameError, match=r"pads.*layers\.0\.mlp\.down_proj\.weight"):
-        sync(trainer, 62, "62", reshape={"model.layers.0.mlp.down_proj.weight": (256, 511)})
-    assert_unharmed(shared_engine, 61, "61")
+        sync(trainer, 62, "v62", reshape={"model.layers.0.mlp.down_proj.weight": (256, 511)})
+    assert_unharmed(shared_engine, 61, "v61")
 
 
 @pytest.mark.parametrize("pause", ["retract", "abort", "in_place"])
-def test_a_sync_that_finds_a_session_open_is_refused_with_the_engines_words(
+def test_a_sync_that_finds_a_clients_session_open_is_refused_and_leaves_it_alone(
     shared_engine: RunningEngine, trainer: Any, pause: str
 ):
-    # Somebody else may be writing: the engine then stays paused, and its owner (or an operator) ends that session.
-    sync(trainer, 61, "61")
+    sync(trainer, 61, "v61")
     shared_engine.post("begin_weight_update", {}).raise_for_status()
-    with pytest.raises(EngineRequestError, match="begin_weight_update") as refused:
-        sync(trainer, 62, "62", pause)
+    with pytest.raises(TransactionBusyError, match="client verbs") as refused:
+        sync(trainer, 62, "v62", pause)
     assert (refused.value.engine, refused.value.phase) == ("e0", "begin")
-    assert checksums(shared_engine) == expected_checksums(61)
-    shared_engine.make_usable()
-    assert_unharmed(shared_engine, 61, "61")
+    assert_serves(new_model(61), PROMPT, shared_engine.generate(PROMPT, 4, timeout_s=30))
+    assert shared_engine.post("end_weight_update", {}).status_code == 200
+    assert_unharmed(shared_engine, 61, "v61")
+
+
+def test_a_publisher_goes_on_after_a_clients_own_session(
+    shared_engine: RunningEngine, trainer: Any
+):
+    sync(trainer, 61, "v61")
+    for _ in range(3):
+        shared_engine.post("begin_weight_update", {}).raise_for_status()
+        shared_engine.post("end_weight_update", {}).raise_for_status()
+    sync(trainer, 63, "v63")
+    assert_unharmed(shared_engine, 63, "v63")

@@ -73,6 +73,7 @@ class WeightFence:
         self._stuck: tuple[str, asyncio.Task[None]] | None = None
         self._rank_reports: list[RankStatus] = []
         self._step_seconds: dict[str, float] = {}
+        self._client_sessions = 0
 
     # What a publisher calls
 
@@ -199,7 +200,8 @@ class WeightFence:
 
     async def client_begin(self, begin: Callable[[], Awaitable[Any]], *, ttl_s: float) -> Any:
         """Run a client's `begin_weight_update` as an unlabelled transaction."""
-        number = self.machine.last_sequence + 1
+        self._client_sessions += 1
+        number = self._client_sessions
         transaction = Transaction(
             id=f"client-{number}", sequence=number, owner="client verbs", version=None
         )

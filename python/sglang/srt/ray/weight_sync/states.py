@@ -73,7 +73,8 @@ class WeightStateMachine:
         """
         if self.open_transaction == transaction:
             return False
-        if transaction.sequence <= self.last_sequence:
+        labelled = transaction.version is not None
+        if labelled and transaction.sequence <= self.last_sequence:
             raise StaleTransactionError(
                 f"transaction {transaction.id!r} of {transaction.owner!r} has sequence {transaction.sequence}, but "
                 f"{self.last_sequence} was seen: it is late, or another owner took over"
@@ -90,7 +91,8 @@ class WeightStateMachine:
                 f"replaces a newer one"
             )
         self.open_transaction, self.sealed = transaction, False
-        self.last_sequence = transaction.sequence
+        if labelled:  # a client's own session makes no publisher late
+            self.last_sequence = transaction.sequence
         self.state = WeightState.SYNCING
         return True
 
