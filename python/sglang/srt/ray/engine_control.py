@@ -49,6 +49,9 @@ class HttpEngineControl:
         self._actors = list(actors)
         self._name = name or self._url
         self._session = requests.Session()
+        self._session.trust_env = (
+            False  # engines are inside the cluster: a proxy for the outside is not asked
+        )
         # Every call may be repeated (it names its transaction), so a lost reply is asked for again.
         retry = Retry(total=3, backoff_factor=0.05, allowed_methods=None, status=0)
         self._session.mount("http://", HTTPAdapter(max_retries=retry))
