@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.ray import weight_fence
+from sglang.srt.ray import rank_calls, weight_fence
 from sglang.srt.ray.weight_fence import WeightFence
 from sglang.srt.ray.weight_sync.control import OpenRequest
 from sglang.srt.ray.weight_sync.errors import (
@@ -170,7 +170,8 @@ def run(scenario: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_fence, "RANK_STATUS_TIMEOUT_S", 0.2)
+    for module in (rank_calls, weight_fence):
+        monkeypatch.setattr(module, "RANK_ANSWER_TIMEOUT_S", 0.2)
 
 
 def test_a_whole_sync_does_every_step_once_and_in_order():

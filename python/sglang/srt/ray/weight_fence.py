@@ -14,6 +14,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from sglang.srt.ray.rank_calls import (
+    RANK_ANSWER_TIMEOUT_S,
+    RankCalls,
+    failure_of_a_client,
+    what_is_missing,
+)
 from sglang.srt.ray.weight_metrics import WeightMetrics
 from sglang.srt.ray.weight_sync.control import OpenRequest
 from sglang.srt.ray.weight_sync.errors import (
@@ -28,7 +34,6 @@ from sglang.srt.ray.weight_sync.states import Transaction, WeightState, WeightSt
 
 logger = logging.getLogger(__name__)
 
-RANK_STATUS_TIMEOUT_S = 3.0
 DEFAULT_STEP_TIMEOUT_S = 60.0
 
 
@@ -65,7 +70,7 @@ class WeightFence:
         self._paused_at = 0.0
         self._left_open: str | None = None
         self._effects = effects
-        self._actors = list(actors)
+        self._ranks = RankCalls(actors)
         self.machine = WeightStateMachine(version)
         self._lock = asyncio.Lock()
         self._expiry: asyncio.Task[None] | None = None
@@ -191,7 +196,7 @@ class WeightFence:
                 f"{held.owner!r} is bringing this engine to version {held.version!r} (transaction {held.id!r}); it "
                 f"resumes generation itself"
             )
-        if await self._anything_written(held):
+        if await self._ranks.anything_written(held):
             raise EngineTornError(
                 "weights were written in the open session: call end_weight_update before generation goes on"
             )
@@ -207,7 +212,7 @@ class WeightFence:
         )
         async with self._locked(DEFAULT_STEP_TIMEOUT_S):
             await self._make_way(transaction, force=False)
-            await self._call_ranks("admit_transaction", None)
+            await self._ranks.ask("admit_transaction", None)
             answer = await begin()
             if answer[0]:
                 self._paused_at, self._step_seconds = time.monotonic(), {}
@@ -228,10 +233,12 @@ class WeightFence:
             if held is None or held.version is not None:
                 return await end()
             statuses = (
-                await self._ask_ranks()
-            )  # before the session closes, which they know their pulls by
+                await self._ranks.statuses()
+            )  # while the session is open that they know their pulls by
             answer = await end()
-            if reason := self._client_failure(statuses, answer):
+            if reason := failure_of_a_client(
+                statuses, answer, torn=self.machine.torn_reason is not None
+            ):
                 await self._fail(held, reason, written=True)
                 self.check_serving()
             if any(status.session_open and status.tensors_written for status in statuses):
@@ -241,25 +248,6 @@ class WeightFence:
             self._disarm()
             self._tell_metrics("unverified")
             return answer
-
-    def _client_failure(
-        self, statuses: Sequence[RankStatus], answer: tuple[bool, str]
-    ) -> str | None:
-        """Why a client's session leaves the engine torn, None when it doesn't."""
-        if not answer[0]:
-            return f"end_weight_update failed: {answer[1]}"
-        for status in statuses:
-            if status.in_flight:
-                return f"rank {status.rank}: a read is still in flight"
-            if status.session_open and status.failure:
-                return status.failure
-            written = status.tensors_written if status.session_open else 0
-            if self.machine.torn_reason is not None and written < status.tensors_total:
-                return (
-                    f"the engine was torn before, and rank {status.rank} received only {written} of "
-                    f"{status.tensors_total} tensors"
-                )
-        return None
 
     async def reloaded(self, version: str | None) -> None:
         """All weights were loaded from disk."""
@@ -288,7 +276,7 @@ class WeightFence:
         self._step_seconds[phase] = time.monotonic() - started
         if not done:
             self._stuck = (phase, task)
-            silent = await self._silent_ranks()
+            silent = await self._ranks.silent()
             who = (
                 f"rank(s) {silent!r} do not answer at all"
                 if silent
@@ -311,7 +299,7 @@ class WeightFence:
         raise error
 
     async def _begin(self, transaction: Transaction) -> None:
-        await self._call_ranks("admit_transaction", transaction.id)
+        await self._ranks.ask("admit_transaction", transaction.id)
         await self._effects.begin_session()
 
     async def _prove_ranks(self, held: Transaction) -> None:
@@ -320,12 +308,12 @@ class WeightFence:
         Raises:
             EngineRequestError: naming the first rank that has not.
         """
-        statuses = await self._ask_ranks()
+        statuses = await self._ranks.statuses()
         for rank, status in enumerate(statuses):
             if status.transaction == held.id and status.report is not None and not status.in_flight:
                 continue
             error = EngineRequestError(
-                f"rank {rank} has not completed transaction {held.id!r}: {_explain(status, held.id)}",
+                f"rank {rank} has not completed transaction {held.id!r}: {what_is_missing(status, held.id)}",
                 rank=rank,
                 phase="seal",
             )
@@ -335,7 +323,7 @@ class WeightFence:
 
     async def _drop_old_prefixes(self, held: Transaction) -> None:
         if not await self._effects.try_flush_cache():
-            await self._call_ranks("isolate_prefix_cache", held.id)
+            await self._ranks.ask("isolate_prefix_cache", held.id)
 
     async def _resume(self, transaction_id: str) -> None:
         verified = all(s.report is not None and s.report.verified for s in self._rank_reports)
@@ -348,7 +336,7 @@ class WeightFence:
         """End a transaction that did not come through, by what the ranks say of it."""
         self._disarm()
         if written is None:
-            written = await self._anything_written(held)
+            written = await self._ranks.anything_written(held)
         state = self.machine.fail(held.id, reason=reason, written=written)
         logger.error(
             "weight transaction %s of %s failed (%s): %s", held.id, held.owner, state.value, reason
@@ -367,10 +355,10 @@ class WeightFence:
         open, and `status` shows why it did.
         """
         task = asyncio.ensure_future(self._effects.end_session())
-        done, _ = await asyncio.wait([task], timeout=RANK_STATUS_TIMEOUT_S)
+        done, _ = await asyncio.wait([task], timeout=RANK_ANSWER_TIMEOUT_S)
         if not done:
             self._stuck = ("end", task)
-            self._left_open = f"end did not return within {RANK_STATUS_TIMEOUT_S:g} s"
+            self._left_open = f"end did not return within {RANK_ANSWER_TIMEOUT_S:g} s"
         else:
             cause = task.exception()
             self._left_open = None if cause is None else str(cause)
@@ -391,7 +379,7 @@ class WeightFence:
             phase, task = self._stuck
             if not task.done():
                 raise TransactionBusyError(
-                    f"an earlier {phase!r} has not come back from rank(s) {await self._silent_ranks()!r}; "
+                    f"an earlier {phase!r} has not come back from rank(s) {await self._ranks.silent()!r}; "
                     f"restart the engine",
                     phase=phase,
                 )
@@ -423,63 +411,6 @@ class WeightFence:
     def _locked(self, timeout_s: float) -> _Locked:
         return _Locked(self._lock, timeout_s)
 
-    # Ranks
-
-    async def _anything_written(self, held: Transaction) -> bool:
-        """Whether a byte may have landed in this transaction. A rank that doesn't answer counts as written."""
-        mine = held.version is not None
-        try:
-            statuses = await self._ask_ranks()
-        except WeightSyncError:
-            return True
-        return any(
-            status.in_flight
-            or (status.written and (status.transaction == held.id if mine else status.session_open))
-            for status in statuses
-        )
-
-    async def _ask_ranks(self) -> list[RankStatus]:
-        return await self._call_ranks("weight_status")
-
-    async def _call_ranks(self, verb: str, *arguments: Any) -> list[Any]:
-        """One verb on every rank.
-
-        Raises:
-            DeadlineExceededError, EngineRequestError: naming the rank.
-        """
-        calls = [getattr(actor, verb).remote(*arguments) for actor in self._actors]
-        answers = []
-        for rank, call in enumerate(calls):
-            try:
-                answers.append(
-                    await asyncio.wait_for(
-                        asyncio.wrap_future(call.future()), RANK_STATUS_TIMEOUT_S
-                    )
-                )
-            except TimeoutError as error:
-                raise DeadlineExceededError(
-                    f"rank {rank} did not answer {verb!r} within {RANK_STATUS_TIMEOUT_S:g} s",
-                    rank=rank,
-                ) from error
-            except WeightSyncError:
-                raise
-            except Exception as error:  # whatever Ray makes of a dead actor
-                raise EngineRequestError(
-                    f"rank {rank} failed to answer {verb!r}: {error}", rank=rank
-                ) from error
-        return answers
-
-    async def _silent_ranks(self) -> list[int]:
-        calls = [
-            asyncio.wrap_future(actor.weight_status.remote().future()) for actor in self._actors
-        ]
-        await asyncio.wait(calls, timeout=RANK_STATUS_TIMEOUT_S)
-        return [
-            rank
-            for rank, call in enumerate(calls)
-            if not call.done() or call.exception() is not None
-        ]
-
 
 class _Locked:
     """The fence's lock with a deadline: who waits longer is told who holds it up."""
@@ -498,11 +429,3 @@ class _Locked:
 
     async def __aexit__(self, *_: object) -> None:
         self._lock.release()
-
-
-def _explain(status: RankStatus, transaction: str) -> str:
-    if status.in_flight:
-        return "a read is still in flight"
-    if status.transaction != transaction:
-        return f"its last pull belongs to {status.transaction!r}"
-    return status.failure or "its pull has not ended"

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.ray.weight_sync import transports
-from sglang.srt.ray.weight_sync.digest import can_run, tensor_digest
+from sglang.srt.ray.weight_sync import preflight, transports
+from sglang.srt.ray.weight_sync.digest import tensor_digest
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -28,7 +28,7 @@ from sglang.srt.ray.weight_sync.errors import (
     WeightNameError,
     WeightSyncError,
 )
-from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, dtype_name
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus
 from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
 from sglang.srt.ray.weight_sync.shards import ShardPlan, trace_shard_plan
@@ -101,7 +101,7 @@ class WeightReceiver:
                 "so every pull pins its targets for its own duration",
             }
         targets = self._parameters()
-        self._check_contiguous(targets)
+        preflight.check_contiguous(targets, rank=self._rank)
         by_storage = {p.untyped_storage().data_ptr(): p for p in targets.values()}
         for address in list(self._pinned):
             if address not in by_storage:  # a session re-created this parameter's storage
@@ -160,8 +160,10 @@ class WeightReceiver:
                 self._check_layout(layout_fingerprint)
             targets = self._targets(names)
             if digests is not None:
-                self._check_digests(names, targets, digests)
-            counts = self._check_sources(refs, names, targets, deadline)
+                preflight.check_digests(names, targets, digests, rank=self._rank)
+            counts = preflight.check_sources(
+                refs, names, targets, deadline=deadline, rank=self._rank
+            )
             self._ledger.will_write(names)
             try:
                 report = self._pull_into(refs, names, targets, counts, digests, deadline)
@@ -324,62 +326,8 @@ class WeightReceiver:
                 f"weight name(s) given more than once: {duplicate!r}", rank=self._rank
             )
         chosen = {name: parameters[name] for name in names}
-        self._check_contiguous(chosen)
+        preflight.check_contiguous(chosen, rank=self._rank)
         return list(chosen.values())
-
-    def _check_digests(
-        self, names: Sequence[str], targets: Sequence[torch.Tensor], digests: Mapping[str, str]
-    ) -> None:
-        if missing := [name for name in names if name not in digests]:
-            raise WeightNameError(f"no digest was given for {missing!r}", rank=self._rank)
-        for name, target in zip(names, targets, strict=True):
-            if not can_run(digests[name].partition(":")[0], target.device.type):
-                raise WeightMismatchError(
-                    f"{name!r}: a digest such as {digests[name]!r} can't be computed on {target.device.type!r}",
-                    rank=self._rank,
-                    tensor=name,
-                )
-
-    def _check_contiguous(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        for name, parameter in parameters.items():
-            if not parameter.is_contiguous():
-                raise WeightMismatchError(
-                    f"{name!r} is not contiguous (strides {parameter.stride()!r}), so bytes can't land in it",
-                    rank=self._rank,
-                    tensor=name,
-                )
-
-    def _check_sources(
-        self,
-        refs: Sequence[Any],
-        names: Sequence[str],
-        targets: Sequence[torch.Tensor],
-        deadline: float,
-    ) -> list[int]:
-        """Compare what the refs hold with the targets; returns how many tensors each ref holds."""
-        try:
-            sources = [
-                transports.described(ref, timeout_s=max(deadline - time.monotonic(), 0.0))
-                for ref in refs
-            ]
-        except TimeoutError as error:
-            raise DeadlineExceededError(str(error), rank=self._rank, phase="stage") from error
-        total = sum(len(source) for source in sources)
-        if total != len(names):
-            raise WeightNameError(
-                f"{len(refs)} ref(s) hold {total} tensor(s), but {len(names)} name(s) were given",
-                rank=self._rank,
-            )
-        flat = [entry for source in sources for entry in source]
-        for name, target, (shape, dtype) in zip(names, targets, flat, strict=True):
-            if tuple(shape) != tuple(target.shape) or dtype != target.dtype:
-                raise WeightMismatchError(
-                    f"{name!r}: the source has shape {tuple(shape)!r} and dtype {dtype_name(dtype)!r}, the parameter "
-                    f"{tuple(target.shape)!r} and {dtype_name(target.dtype)!r}",
-                    rank=self._rank,
-                    tensor=name,
-                )
-        return [len(source) for source in sources]
 
     # The scheduler
 
