@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.toy_model import Fused, weights_of
 
+from sglang.srt.ray.weight_sync.errors import UnplannableModelError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.shards import ShardPlan, ShardRun, _runs, trace_shard_plan
 
@@ -201,3 +203,50 @@ def test_a_loader_that_rejects_a_shape_says_so():
     weights = weights_of(model) | {"norm.weight": torch.randn(9)}
     with pytest.raises(RuntimeError, match=r"9"):
         plan_of(model, weights)
+
+
+class DerivesAfterLoading(torch.nn.Module):
+    """Like MLA: a plain tensor that is derived from a weight, written in place by the loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.derived = torch.full((4,), 7.0)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+            self.derived.copy_(tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        raise AssertionError("a plan derives nothing")
+
+
+def test_tensors_that_a_loader_derives_stay_as_they_are_in_the_live_model():
+    model = DerivesAfterLoading()
+    manifest = [TensorSpec(name="weight", shape=(4,), dtype="float32")]
+    plan = trace_shard_plan(model, manifest, "layout")
+    assert list(plan.targets) == ["weight"]
+    assert model.derived.tolist() == [7.0] * 4
+    assert model.weight.tolist() == [1.0] * 4
+
+
+class AddsInPlace(torch.nn.Module):
+    """Like Gemma 1: adds a float to what it is given, which whole numbers do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            tensor += 1.5
+            self.norm.data.copy_(tensor)
+
+
+def test_a_loader_that_numbers_do_not_survive_is_refused_by_name():
+    manifest = [TensorSpec(name="norm", shape=(4,), dtype="float32")]
+    with pytest.raises(UnplannableModelError, match="AddsInPlace computes") as refused:
+        trace_shard_plan(AddsInPlace(), manifest, "layout")
+    assert refused.value.tensor == "norm"

@@ -62,6 +62,10 @@ def add_weight_routes(app: FastAPI, fence: Any | None) -> None:
         app.include_router(_router())
         app.add_exception_handler(errors.WeightSyncError, answer_with_error)
         app.add_middleware(TornGate, fastapi_app=app)
+        app.state.first_middleware = list(app.user_middleware)
+    # Upstream adds its own middleware (API keys) for every server, which an application that has run refuses.
+    app.user_middleware = list(app.state.first_middleware)
+    app.middleware_stack = None
     app.state.weight_fence = fence
 
 

@@ -61,6 +61,10 @@ class WeightNameError(WeightSyncError, ValueError):
     """Unknown, duplicate, missing or miscounted tensor names. Nothing was written."""
 
 
+class UnplannableModelError(WeightSyncError):
+    """The engine's loader computes with the weights, so bytes can't be placed for it. Nothing was written."""
+
+
 class WeightMismatchError(WeightSyncError, ValueError):
     """A source tensor's shape or dtype differs from its target's. Nothing was written."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.ray.weight_sync.errors import UnplannableModelError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, fingerprint_of
 
 _SOURCE_SHIFT = 40  # element numbers below 2^40 (1.1e12), sources below 2^23
@@ -88,6 +89,7 @@ def trace_shard_plan(
 
     Raises:
         ValueError: a tensor of the manifest has too many elements for the encoding.
+        UnplannableModelError: the loader computes with the weights in a way that numbers do not survive.
     """
     traced = _load_numbers(model, _numbered(manifest))
     again = _load_numbers(
@@ -144,8 +146,30 @@ def _load_numbers(
 ) -> dict[str, torch.Tensor]:
     """What stands in the parameters of a tracing copy once it has loaded these numbers."""
     tracer = _tracing_copy(model)
-    tracer.load_weights(numbers)
+    # What is derived from the weights is no concern of a plan, and MLA's would be copied into the live model.
+    tracer.post_load_weights = lambda *_, **__: None
+    given: list[str] = []
+
+    def remembered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, codes in numbers:
+            given.append(name)
+            yield name, codes
+
+    try:
+        tracer.load_weights(remembered())
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise UnplannableModelError(
+            f"the loader of {type(model).__name__} computes with the weights it is given ({error}), so what it "
+            f"makes of them can't be planned; it failed at or before {given[-1:]!r}",
+            tensor=given[-1] if given else None,
+            phase="plan",
+        ) from error
     return dict(tracer.named_parameters())
+
+
+def _untouchable(attribute: Any) -> Any:
+    """A plain tensor of a module (derived from its weights) without its memory, so that a loader can't write there."""
+    return attribute.to("meta") if isinstance(attribute, torch.Tensor) else attribute
 
 
 _RELABEL_XOR = 0x2545F4914F6CDD1D
@@ -188,7 +212,7 @@ def _tracing_copy(model: torch.nn.Module) -> Any:
         if id(module) not in modules:
             clone = module.__class__.__new__(module.__class__)
             modules[id(module)] = clone
-            clone.__dict__ = dict(module.__dict__)
+            clone.__dict__ = {k: _untouchable(v) for k, v in module.__dict__.items()}
             clone._parameters = {k: copied_parameter(p) for k, p in module._parameters.items()}
             clone._buffers = {k: copy.deepcopy(b) for k, b in module._buffers.items()}
             clone._modules = {k: copied_module(m) for k, m in module._modules.items()}

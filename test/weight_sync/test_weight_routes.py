@@ -1,0 +1,102 @@
+"""The fence's HTTP face over a bare application: servers in a row, errors as JSON, the gate of a torn engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from sglang.srt.ray.weight_routes import add_weight_routes
+from sglang.srt.ray.weight_sync.errors import (
+    DigestMismatchError,
+    EngineTornError,
+    TransactionBusyError,
+)
+
+
+class Fence:
+    def __init__(self, *, torn: bool = False) -> None:
+        self.torn = torn
+        self.raising: Exception | None = None
+
+    def check_serving(self) -> None:
+        if self.torn:
+            raise EngineTornError("weights are TORN")
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "TORN" if self.torn else "SERVING"}
+
+    async def resume(self, transaction: str, *, timeout_s: float) -> dict[str, Any]:
+        if self.raising is not None:
+            raise self.raising
+        return {"resumed": transaction, "timeout_s": timeout_s}
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    made = FastAPI()
+
+    @made.post("/generate")
+    async def generate() -> dict[str, str]:
+        return {"text": "hello"}
+
+    return made
+
+
+class Stamp:
+    """A middleware that upstream would add for each server."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+def test_one_server_after_another_in_one_process_each_with_its_own_fence(app: FastAPI):
+    for torn in (False, True, False):
+        add_weight_routes(app, Fence(torn=torn))
+        app.add_middleware(Stamp)
+        assert len(app.user_middleware) == 2, "the last server's middleware is not this one's"
+        with TestClient(app) as client:
+            assert client.get("/weight_sync").json()["state"] == ("TORN" if torn else "SERVING")
+            assert client.post("/generate").status_code == (503 if torn else 200)
+
+
+def test_errors_are_told_with_class_text_place_and_a_fitting_status(app: FastAPI):
+    fence = Fence()
+    add_weight_routes(app, fence)
+    with TestClient(app) as client:
+        body = {"transaction": "t", "timeout_s": 3}
+        assert client.post("/weight_sync/resume", json=body).json() == {
+            "resumed": "t",
+            "timeout_s": 3.0,
+        }
+        for error, status in (
+            (TransactionBusyError("held"), 409),
+            (DigestMismatchError("differs", rank=1, tensor="w"), 400),
+            (EngineTornError("torn"), 503),
+        ):
+            fence.raising = error
+            answer = client.post("/weight_sync/resume", json=body)
+            told = answer.json()["error"]
+            assert (answer.status_code, told["type"], told["message"]) == (
+                status,
+                type(error).__name__,
+                error.message,
+            )
+            assert (told["rank"], told["tensor"]) == (error.rank, error.tensor)
+        assert client.post("/weight_sync/resume", json={"transaction": "t"}).status_code == 422
+
+
+def test_an_engine_without_weight_sync_says_so(app: FastAPI):
+    add_weight_routes(app, None)
+    with TestClient(app) as client:
+        answer = client.get("/weight_sync")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (
+            404,
+            "WeightSyncDisabledError",
+        )
+        assert client.post("/generate").status_code == 200
