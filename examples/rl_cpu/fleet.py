@@ -7,14 +7,14 @@ engine's rank.  Both are pinned to the driver's node, because the engine listens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from engine import EngineConfig, EngineHost
-from local_ray import wait_for
+from local_ray import RayGoneError, RaySession
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from records import RolloutBatch, SyncRecord, UpdateRecord
 from tiny_model import ModelSize, write_model
@@ -41,32 +41,31 @@ class FleetConfig:
 class RemoteTrainer:
     """A ``loop.Trainer`` over the trainer's actor: every call has a deadline and a name."""
 
-    def __init__(self, actor: ActorHandle) -> None:
+    def __init__(self, actor: ActorHandle, session: RaySession) -> None:
         self._actor = actor
+        self._session = session
 
     def connect(self, url: str, scheduler_actors: Sequence[ActorHandle]) -> None:
-        call = self._actor.connect.remote(url, scheduler_actors)
-        wait_for(call, seconds=START_TIMEOUT_SECONDS, what="the trainer's connection to the engine")
+        self._call("connect", url, scheduler_actors, seconds=START_TIMEOUT_SECONDS)
 
     def sync(self, version: str) -> SyncRecord:
-        call = self._actor.sync.remote(version)
-        return wait_for(call, seconds=CALL_TIMEOUT_SECONDS, what=f"the sync of {version!r}")
+        return self._call("sync", version)
 
     def gap(self, batch: RolloutBatch) -> float:
-        call = self._actor.gap.remote(batch)
-        return wait_for(call, seconds=CALL_TIMEOUT_SECONDS, what="the trainer's forward")
+        return self._call("gap", batch)
 
     def verify(self, batch: RolloutBatch) -> float:
-        call = self._actor.verify.remote(batch)
-        return wait_for(call, seconds=CALL_TIMEOUT_SECONDS, what="the trainer's verification")
+        return self._call("verify", batch)
 
     def learn(self, batch: RolloutBatch, rewards: Sequence[float]) -> UpdateRecord:
-        call = self._actor.learn.remote(batch, rewards)
-        return wait_for(call, seconds=CALL_TIMEOUT_SECONDS, what="the policy update")
+        return self._call("learn", batch, rewards)
 
     def close(self) -> None:
-        call = self._actor.close.remote()
-        wait_for(call, seconds=STOP_TIMEOUT_SECONDS, what="the end of the publisher")
+        self._call("close", seconds=STOP_TIMEOUT_SECONDS)
+
+    def _call(self, method: str, *values: Any, seconds: float = CALL_TIMEOUT_SECONDS) -> Any:
+        call = getattr(self._actor, method).remote(*values)
+        return self._session.wait_for(call, seconds=seconds, what=f"the trainer's {method}()")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,27 +77,31 @@ class Fleet:
 
 
 @contextmanager
-def running_fleet(config: FleetConfig, *, note: Callable[[str], None]) -> Iterator[Fleet]:
+def running_fleet(
+    config: FleetConfig, session: RaySession, *, note: Callable[[str], None]
+) -> Iterator[Fleet]:
     """Start both actors, connect them; on leaving, for whatever reason, end both."""
     with ExitStack() as cleanup:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         host = ray.remote(num_cpus=0)(EngineHost).options(scheduling_strategy=here).remote()
-        cleanup.callback(ray.kill, host)
+        cleanup.callback(session.kill, host)
         note("making the model and its tokenizer")
-        num_parameters = write_model(
-            config.workdir, size=config.size, seed=config.seed + ENGINE_SEED_OFFSET
-        )
+        seed = config.seed + ENGINE_SEED_OFFSET
+        num_parameters = write_model(config.workdir, size=config.size, seed=seed)
         note(f"starting the engine and the trainer ({num_parameters / 1e6:.1f} M parameters)")
         starting = host.start.remote(
             EngineConfig(model_path=config.workdir, seed=config.seed, device=config.device)
         )
-        cleanup.callback(_stop_engine, host, starting)
+        cleanup.callback(_stop_engine, host, starting, session)
         actor = _start_trainer(config, here)
-        cleanup.callback(ray.kill, actor)
-        address = wait_for(starting, seconds=START_TIMEOUT_SECONDS, what="the start of the engine")
+        cleanup.callback(session.kill, actor)
+        address = session.wait_for(
+            starting, seconds=START_TIMEOUT_SECONDS, what="the start of the engine"
+        )
         note(f"engine ready at {address.url} ({len(address.scheduler_actors)} rank)")
-        trainer = RemoteTrainer(actor)
+        trainer = RemoteTrainer(actor, session)
         trainer.connect(address.url, address.scheduler_actors)
+        session.remember_processes()
         note("trainer connected")
         yield Fleet(url=address.url, trainer=trainer)
         trainer.close()
@@ -113,8 +116,12 @@ def _start_trainer(config: FleetConfig, here: NodeAffinitySchedulingStrategy) ->
     )
 
 
-def _stop_engine(host: ActorHandle, starting: ray.ObjectRef) -> None:
+def _stop_engine(host: ActorHandle, starting: ray.ObjectRef, session: RaySession) -> None:
     """Ask a host that has finished its start; one that is still in it is simply killed."""
     finished, _ = ray.wait([starting], timeout=0)
-    if finished:
-        wait_for(host.stop.remote(), seconds=STOP_TIMEOUT_SECONDS, what="the end of the engine")
+    if not finished or not session.is_alive():
+        return
+    stopping = host.stop.remote()
+    # A Ray that goes away takes the host and the ranks with it, which is what was asked for.
+    with suppress(RayGoneError):
+        session.wait_for(stopping, seconds=STOP_TIMEOUT_SECONDS, what="the end of the engine")

@@ -91,14 +91,14 @@ class _Run:
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_cpu_")))
             self.report.note("starting Ray")
             session = stack.enter_context(ray_session(stream_logs=self._options.verbose))
-            self.report.note(f"logs of the actors: {session / 'logs'}")
+            self.report.note(f"logs of the actors: {session.log_dir}")
             config = FleetConfig(
                 size=MODEL_SIZES[self._options.model_size],
                 seed=self._options.seed,
                 device=self._options.device,
                 workdir=workdir,
             )
-            fleet = stack.enter_context(running_fleet(config, note=self.report.note))
+            fleet = stack.enter_context(running_fleet(config, session, note=self.report.note))
             stack.callback(ignore_interrupts)  # runs first when the ending begins
             self._train(fleet.url, fleet.trainer)
 
