@@ -148,6 +148,18 @@ class Source:
         self._held.append(mine)
         return [ray.put(mine, _tensor_transport="nixl")]
 
+    def put_with_a_release_between(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
+        """One ref for each group; between two puts another registration of this process is given back."""
+        from sglang.srt.ray.weight_sync import transports
+
+        refs = []
+        for tensors in groups:
+            other = torch.zeros(1000)
+            transports.pin(other)
+            transports.unpin(other)
+            refs += self.put(tensors)
+        return refs
+
     def put_filled(self, shape: tuple[int, ...], value: float) -> list[ray.ObjectRef]:
         return self.put([torch.full(shape, value)])
 

@@ -108,6 +108,19 @@ def test_a_pull_takes_any_subset_in_any_order_over_several_refs(rank: Any, sourc
     assert same(get(rank.values.remote()), before | sent)
 
 
+def test_refs_between_which_the_source_gave_memory_back_are_pulled_together(
+    ray_address: str, source: Any
+):
+    shapes = dict.fromkeys("abcd", (4 << 20,))  # 16 MB each: under way when the next starts
+    rank = start(ReceivingRank, shapes)
+    sent = {name: torch.full(shape, float(i)) for i, (name, shape) in enumerate(shapes.items())}
+    refs = get(source.put_with_a_release_between.remote([[tensor] for tensor in sent.values()]))
+    get(rank.pull.remote(refs, list(sent)))
+    held = get(rank.values.remote())
+    assert all(torch.equal(held[name], tensor) for name, tensor in sent.items())
+    ray.kill(rank)
+
+
 def test_nothing_may_be_pulled_too(rank: Any):
     assert get(rank.pull.remote([], [])).total_bytes == 0
 

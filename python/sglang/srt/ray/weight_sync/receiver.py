@@ -208,8 +208,31 @@ class WeightReceiver:
         started = time.perf_counter()
         ends = list(itertools.accumulate(counts))
         groups = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        reads: list[transports.Read] = []
         arrived_at = started
+        for wave in transports.waves(refs):
+            arrived_at = self._pull_wave(
+                refs[wave], groups[wave], names, targets, digests, deadline
+            )
+        return PullReport(
+            rank=self._rank,
+            total_bytes=sum(t.numel() * t.element_size() for t in targets),
+            wire_seconds=arrived_at - started,
+            verify_seconds=time.perf_counter() - arrived_at,
+            verified=digests is not None,
+        )
+
+    def _pull_wave(
+        self,
+        refs: Sequence[Any],
+        groups: Sequence[slice],
+        names: Sequence[str],
+        targets: Sequence[torch.Tensor],
+        digests: Mapping[str, str] | None,
+        deadline: float,
+    ) -> float:
+        """Reads that may be under way together; returns when (`perf_counter`) the last one had arrived."""
+        reads: list[transports.Read] = []
+        arrived_at = 0.0
         try:
             for ref, group in zip(refs, groups, strict=True):
                 reads.append(self._start(ref, names[group], targets[group]))
@@ -223,13 +246,7 @@ class WeightReceiver:
         except BaseException:
             self._ledger.give_up(reads)
             raise
-        return PullReport(
-            rank=self._rank,
-            total_bytes=sum(t.numel() * t.element_size() for t in targets),
-            wire_seconds=arrived_at - started,
-            verify_seconds=time.perf_counter() - arrived_at,
-            verified=digests is not None,
-        )
+        return arrived_at
 
     def _start(
         self, ref: Any, names: Sequence[str], targets: Sequence[torch.Tensor]

@@ -7,7 +7,7 @@ another set of these functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -60,6 +60,25 @@ def described(ref: ray.ObjectRef, *, timeout_s: float) -> list[tuple[torch.Size,
             f"the owner of {ref!r} did not describe its tensors within {timeout_s:g} s"
         )
     return list(metadata.tensor_meta)
+
+
+def waves(refs: Sequence[ray.ObjectRef]) -> Iterator[slice]:
+    """Cut described refs into runs whose reads may be under way at the same time.
+
+    A source that gave a registration back between two puts describes the second one under another version. Starting to
+    read that one makes Ray forget the source and meet it again, and every read from it that is still under way then
+    fails with NIXL_ERR_NOT_FOUND (ray 2.60, `fetch_multiple_tensors` in nixl_tensor_transport.py).
+    """
+    manager = ray.worker.global_worker.rdt_manager
+    first, versions = 0, dict[str, int]()
+    for index, ref in enumerate(refs):
+        source = manager.get_rdt_metadata(ref.hex()).tensor_transport_meta
+        name, version = source.nixl_agent_name, source.nixl_agent_meta_version
+        if versions.setdefault(name, version) != version:
+            yield slice(first, index)
+            first, versions = index, {name: version}
+    if first < len(refs):
+        yield slice(first, len(refs))
 
 
 class Read:
