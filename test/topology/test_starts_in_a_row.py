@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 from leftovers import (
     engine_processes,
     listening_ports,
@@ -19,6 +18,7 @@ from leftovers import (
     wait_for,
 )
 from ray.util.placement_group import placement_group_table
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
@@ -27,9 +27,8 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=4):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import ray
 import requests
 from leftovers import engine_processes, free_port, port_is_open, shared_memory, wait_for
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray import get_scheduler_actor_name
@@ -88,12 +89,11 @@ class Host:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Any]:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
-    group = placement_group([{"CPU": 1}] * 3)
-    assert group.wait(60)
-    yield group
-    remove_placement_group(group)
-    ray.shutdown()
+    with local_ray(num_cpus=3):
+        group = placement_group([{"CPU": 1}] * 3)
+        assert group.wait(60)
+        yield group
+        remove_placement_group(group)
 
 
 @pytest.fixture(scope="module")
