@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.local_ray import local_ray as local_ray_of
 from tiny_qwen import write_tiny_qwen
 
 # Ray gives a raylet 30 s to start; a loaded machine takes longer.
@@ -20,8 +21,5 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    import ray
-
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray_of(num_cpus=4):
+        yield

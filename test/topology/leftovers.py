@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,20 +26,25 @@ def engine_processes() -> list[psutil.Process]:
     return found
 
 
-def shared_memory() -> set[str]:
-    return {
-        path.name
-        for path in Path("/dev/shm").iterdir()
-        if path.name.startswith(("sglang", "sgl_", "psm_"))
-    }
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Files of /dev/shm that these processes have mapped and that have a name (Ray's own have none)."""
+    found = set()
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            path = line.partition("/dev/shm/")[2]
+            if path and not path.endswith("(deleted)"):
+                found.add(Path("/dev/shm") / path)
+    return found
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def sockets_in_tmp() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).iterdir() if path.is_socket()}
+def local_sockets(port_args: Any) -> set[Path]:
+    """Files of the sockets between an engine's processes."""
+    names = [name for name in vars(port_args).values() if isinstance(name, str)]
+    return {Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")}
 
 
 def listening_ports() -> set[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 from leftovers import engine_processes, wait_for
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
@@ -20,24 +21,23 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def engine(tiny_qwen) -> Iterator[Any]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     from sglang.srt.ray import RayEngine
 
-    engine = RayEngine(
-        model_path=str(tiny_qwen),
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=4096,
-        dp_size=2,
-        random_seed=0,
-        sleep_on_idle=True,
-    )
-    yield engine
-    engine.shutdown()
-    wait_for(lambda: not engine_processes(), "the end of the ranks")
-    assert ray.is_initialized()
-    assert ray.get(ray.remote(lambda: 1).remote(), timeout=60) == 1  # the driver's Ray lives on
-    ray.shutdown()
+    with local_ray():
+        engine = RayEngine(
+            model_path=str(tiny_qwen),
+            device="cpu",
+            dtype="float32",
+            max_total_tokens=4096,
+            dp_size=2,
+            random_seed=0,
+            sleep_on_idle=True,
+        )
+        yield engine
+        engine.shutdown()
+        wait_for(lambda: not engine_processes(), "the end of the ranks")
+        assert ray.is_initialized()
+        assert ray.get(ray.remote(lambda: 1).remote(), timeout=60) == 1  # the driver's Ray lives on
 
 
 @pytest.fixture(scope="module")

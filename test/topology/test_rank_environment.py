@@ -54,17 +54,30 @@ def test_only_engines_that_sleep_get_the_memory_savers_preload(monkeypatch, aske
     assert environments == [expected, expected]
 
 
-@pytest.mark.usefixtures("local_ray")
-def test_an_actor_of_an_engine_that_sleeps_is_started_with_the_library_on_disk(monkeypatch):
+def test_the_preload_is_the_memory_savers_library_for_this_torch(monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
+    library = Path(rank_environment.memory_saver_preload())
+    assert library.is_file()
+    assert library.name.startswith("torch_memory_saver_hook_mode_preload")
+
+
+def test_a_preload_of_the_users_is_kept(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/theirs.so")
+    assert rank_environment.memory_saver_preload().split(":")[1] == "/usr/lib/theirs.so"
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_actor_is_started_with_the_preload(monkeypatch):
+    """With a library that any process can load: the memory saver's own needs a CUDA driver."""
+    harmless = next(Path("/lib").glob("*/libm.so.6"), None) or next(Path("/usr").rglob("libm.so.6"))
+    monkeypatch.setattr(rank_environment, "memory_saver_preload", lambda: str(harmless))
     (environment,) = rank_environments(["n"], device="cuda", memory_saver=True)
 
     @ray.remote(num_cpus=0)
-    def started_with() -> str:
-        variables = Path("/proc/self/environ").read_bytes().split(b"\0")
-        (preload,) = [one for one in variables if one.startswith(b"LD_PRELOAD=")]
-        return preload.partition(b"=")[2].decode()
+    class Rank:
+        def environment_at_start(self) -> list[bytes]:
+            return Path("/proc/self/environ").read_bytes().split(b"\0")
 
-    preload = ray.get(started_with.options(runtime_env={"env_vars": environment}).remote())
-    assert Path(preload).is_file()
-    assert "torch_memory_saver" in Path(preload).name
+    rank = Rank.options(runtime_env={"env_vars": environment}).remote()
+    started_with = ray.get(rank.environment_at_start.remote(), timeout=120)
+    assert f"LD_PRELOAD={harmless}".encode() in started_with

@@ -18,6 +18,7 @@ import pytest
 import ray
 import requests
 from leftovers import free_port, port_is_open, wait_for
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers, write_tiny_qwen
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -62,9 +63,8 @@ assert report["bytes"] > 0, report
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    context = ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["address"]
-    ray.shutdown()
+    with local_ray() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

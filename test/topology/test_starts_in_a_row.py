@@ -6,19 +6,21 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-import ray
 from leftovers import (
     engine_processes,
     listening_ports,
+    local_sockets,
     open_files,
     shared_memory,
-    sockets_in_tmp,
     wait_for,
 )
 from ray.util.placement_group import placement_group_table
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
@@ -27,9 +29,8 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=4):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,6 @@ def measured() -> dict[str, Any]:
         "files": open_files(),
         "threads": sorted(t.name for t in threading.enumerate() if "sglang" in t.name),
         "ports": listening_ports(),
-        "shared memory": shared_memory(),
-        "sockets": len(sockets_in_tmp()),
     }
 
 
@@ -74,15 +73,16 @@ def assert_no_growth(before: dict[str, Any], after: dict[str, Any]) -> None:
     # Ray opens a few files of its own at odd times; one leak a start would be at least a socket pair a start.
     assert after["files"] <= before["files"] + 2, (before, after)
     assert after["ports"] <= before["ports"]
-    assert after["shared memory"] <= before["shared memory"]
     assert after["threads"] == []
-    assert after["sockets"] <= before["sockets"]
+
+
+def files_of(engine: Any) -> set[Path]:
+    files = shared_memory([psutil.Process(), *engine_processes()]) | local_sockets(engine.port_args)
+    return {path for path in files if path.exists()}
 
 
 def test_a_launch_whose_second_rank_dies_ends_the_first_and_names_it(tiny_qwen):
     from sglang.srt.ray.rank_actors import LaunchError
-
-    before = measured()
 
     def kill_one() -> None:
         wait_for(lambda: len(engine_processes()) == 2, "two ranks that load", 60)
@@ -93,9 +93,7 @@ def test_a_launch_whose_second_rank_dies_ends_the_first_and_names_it(tiny_qwen):
     with pytest.raises(LaunchError, match=r"^rank [01] \(dp 0, pp 0, tp [01]\) could not start"):
         start(tiny_qwen, tp_size=2)
     killer.join()
-    after = measured()
-    assert after["shared memory"] <= before["shared memory"]
-    assert after["threads"] == []
+    assert measured()["threads"] == []
 
 
 def test_three_topologies_one_after_the_other(tiny_qwen, expected):
@@ -109,8 +107,11 @@ def test_three_topologies_one_after_the_other(tiny_qwen, expected):
         try:
             answers = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
             assert [answer["output_ids"] for answer in answers] == expected, topology
+            files = files_of(engine)
+            assert files
         finally:
             engine.shutdown()
+        assert not [path for path in files if path.exists()], topology
         seen.append(measured())
     assert_no_growth(seen[0], seen[2])
 

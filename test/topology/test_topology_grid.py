@@ -13,6 +13,7 @@ import pytest
 import ray
 from leftovers import engine_processes, wait_for
 from ray.util.placement_group import placement_group, remove_placement_group
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray.placement import use_placement_group
@@ -35,9 +36,8 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=5):
+        yield
 
 
 @pytest.fixture(scope="module")

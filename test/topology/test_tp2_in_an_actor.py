@@ -18,6 +18,7 @@ import ray
 import requests
 from leftovers import engine_processes, free_port, port_is_open, shared_memory, wait_for
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray import get_scheduler_actor_name
@@ -88,12 +89,11 @@ class Host:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Any]:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False)
-    group = placement_group([{"CPU": 1}] * 3)
-    assert group.wait(60)
-    yield group
-    remove_placement_group(group)
-    ray.shutdown()
+    with local_ray(num_cpus=3):
+        group = placement_group([{"CPU": 1}] * 3)
+        assert group.wait(60)
+        yield group
+        remove_placement_group(group)
 
 
 @pytest.fixture(scope="module")
@@ -253,12 +253,11 @@ def test_a_killed_host_leaves_nothing_and_its_place_is_free_within_a_second(
         titles = [" ".join(process.cmdline()) for process in engine_processes()]
         assert len([title for title in titles if "detokenizer" in title]) == 1, titles
         assert len([title for title in titles if "detokenizer" not in title]) == 2, titles
+        memory = shared_memory(engine_processes())
+        assert memory  # the ranks publish their load there
     finally:
         os.kill(ray.get(again.pid.remote()), signal.SIGKILL)
     wait_for(lambda: not engine_processes(), "the end of all processes")
     wait_for(lambda: not port_is_open(port), "the end of the port")
-    wait_for(lambda: not shared_memory() - shared_memory_before, "the end of all shared memory")
+    wait_for(lambda: not any(path.exists() for path in memory), f"the end of {memory}")
     assert len(placement_group_table()) == 1
-
-
-shared_memory_before = shared_memory()
