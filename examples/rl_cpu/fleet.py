@@ -122,6 +122,6 @@ def _stop_engine(host: ActorHandle, starting: ray.ObjectRef, session: RaySession
     if not finished or not session.is_alive():
         return
     stopping = host.stop.remote()
-    # A Ray that goes away takes the host and the ranks with it, which is what was asked for.
-    with suppress(RayGoneError):
+    # A host that is gone, alone or with its Ray, has taken its ranks along: what was asked for.
+    with suppress(RayGoneError, ray.exceptions.ActorDiedError):
         session.wait_for(stopping, seconds=STOP_TIMEOUT_SECONDS, what="the end of the engine")

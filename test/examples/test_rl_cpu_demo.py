@@ -66,8 +66,15 @@ def test_twelve_steps_prove_every_sync_and_raise_the_reward(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign_of_life", ["starting the engine", "step   2/"])
-def test_ctrl_c_leaves_nothing_running(tmp_path: Path, sign_of_life: str):
+@pytest.mark.parametrize(
+    ("sign_of_life", "number"),
+    [
+        pytest.param("starting the engine", signal.SIGINT, id="ctrl-c-in-the-launch"),
+        pytest.param("step   2/", signal.SIGINT, id="ctrl-c-in-training"),
+        pytest.param("step   2/", signal.SIGTERM, id="a-sigterm-that-ends-ray-as-well"),
+    ],
+)
+def test_an_interrupt_leaves_nothing_running(tmp_path: Path, sign_of_life: str, number: int):
     demo = demo_process(tmp_path, "--steps", "1000")
     try:
         seen = []
@@ -78,7 +85,7 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path, sign_of_life: str):
         if sign_of_life.startswith("starting"):
             time.sleep(8)  # into the launch of the ranks
         running = processes_of(demo.pid)
-        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+        os.killpg(demo.pid, number)  # as a terminal and `timeout` do: the whole group
         rest, _ = demo.communicate(timeout=90)
     finally:
         demo.kill()
