@@ -138,7 +138,9 @@ def test_it_joins_a_running_cluster_and_answers_there(joined: ServerProcess):
         ("register_weight_for_rdt", ()),
         ("pull_weights", ([], [])),
         ("plan_weights", ([],)),
-        ("commit_weights", ([], [], {})),
+        ("commit_weights", ("t", "layout", [], [], {})),
+        ("weight_status", ()),
+        ("verify_weights", ({},)),
     ],
 )
 def test_without_the_flag_every_verb_refuses_by_its_name(

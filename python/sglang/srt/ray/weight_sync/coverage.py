@@ -73,7 +73,9 @@ def check_coverage(
     if any(problems.values()):
         text = "; ".join(f"{what}: {which!r}" for what, which in problems.items() if which)
         raise WeightNameError(
-            f"{text}. A subset must be declared with partial=[patterns]", phase="plan"
+            f"{text}. A subset must be declared with partial=[patterns]",
+            engine=next(iter(plans)) if len(plans) == 1 else None,
+            phase="plan",
         )
 
 

@@ -153,8 +153,8 @@ class WeightReceiver:
                     return self._ledger.report
                 if self._ledger.failure is not None:
                     raise self._ledger.failure
-            self._check_admitted(transaction)
             self._check_writable()
+            self._check_admitted(transaction)
             self._ledger.open(self._record_key(transaction), transaction)
             if layout_fingerprint is not None:
                 self._check_layout(layout_fingerprint)
