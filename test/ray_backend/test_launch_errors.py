@@ -17,6 +17,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     fields = {"use_ray": True, "enable_rdt_weight_sync": False, "model_path": "org/model"}
+    fields |= {"device": "cuda", "log_level": "info", "launch_command": "launch_server --ray"}
     return SimpleNamespace(**(fields | {"port": port} | changes))
 
 
@@ -79,3 +80,18 @@ def test_a_port_in_use_is_refused_with_the_way_out():
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} is in use.*--port"):
             check_before_launch(arguments(port=port))
+
+
+@pytest.mark.parametrize(
+    ("device", "typed", "level"),
+    [
+        ("cpu", "launch_server --ray --device cpu", "warning"),
+        ("cpu", "launch_server --ray --device cpu --log-level info", "info"),
+        ("cuda", "launch_server --ray", "info"),
+    ],
+)
+def test_a_cpu_server_warns_only_unless_a_level_was_typed(device: str, typed: str, level: str):
+    seen: list[str] = []
+    given = arguments(device=device, launch_command=typed)
+    reported_in_one_line(lambda server_args: seen.append(server_args.log_level))(given)
+    assert seen == [level]

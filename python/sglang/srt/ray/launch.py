@@ -10,7 +10,7 @@ import atexit
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.ray.caller_process import only_server
@@ -111,8 +111,16 @@ def launch_engine(server_args: ServerArgs, *, placement_group: Any | None = None
     )
 
 
-def serve_http(engine: LaunchedEngine, server_args: ServerArgs) -> None:
+def serve_http(
+    engine: LaunchedEngine,
+    server_args: ServerArgs,
+    *,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
     """Serve the engine's HTTP endpoints. Blocks until the server is stopped, on whichever thread calls it.
+
+    Args:
+        on_ready: called once the warm-up request was answered, on a thread of the server's.
 
     Raises:
         EngineFailedError: the server stopped because a part of the engine died (`RankDiedError`: a rank) or because
@@ -147,6 +155,7 @@ def serve_http(engine: LaunchedEngine, server_args: ServerArgs) -> None:
             ranks.scheduler_infos,
             engine.subprocess_watchdog,
             execute_warmup_func=hosted_warmup(ranks.watch.fail),
+            launch_callback=on_ready,
         )
     if ranks.watch.failure is not None:
         raise ranks.watch.failure

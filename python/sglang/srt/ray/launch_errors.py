@@ -30,6 +30,7 @@ def reported_in_one_line(run_server: Callable[[Any], None]) -> Callable[[Any], N
             server_args.use_ray = True
         if not server_args.use_ray or os.environ.get(TRACEBACK_VARIABLE) == "1":
             return run_server(server_args)
+        choose_log_level(server_args)
         try:
             check_before_launch(server_args)
             run_server(server_args)
@@ -38,6 +39,16 @@ def reported_in_one_line(run_server: Callable[[Any], None]) -> Callable[[Any], N
             sys.exit(1)
 
     return run
+
+
+def choose_log_level(server_args: Any) -> None:
+    """On a CPU that nobody asked for a log level, warnings only: at `info` every few tokens are a line there.
+
+    The record says what the user typed (`launch_command`), which tells a chosen `info` from the default.
+    """
+    typed = server_args.launch_command or ""
+    if server_args.device == "cpu" and "log-level" not in typed and "log_level" not in typed:
+        server_args.log_level = "warning"
 
 
 def check_before_launch(server_args: Any) -> None:

@@ -84,7 +84,7 @@ def _serve_until_stopped(engine: LaunchedEngine, server_args: Any, stop: threadi
 
     def serve() -> None:
         try:
-            serve_http(engine, server_args)
+            serve_http(engine, server_args, on_ready=lambda: _say_ready(server_args))
         except BaseException as error:  # handed over to the main thread, which reports it
             outcome.append(error)
         finally:
@@ -115,3 +115,7 @@ def _drain(engine: LaunchedEngine) -> None:
         time.sleep(0.1)
     if open_requests:
         logger.warning("stopping with %d open request(s)", open_requests)
+
+
+def _say_ready(server_args: Any) -> None:
+    print(f"sglang: ready at {server_args.url()}", flush=True)
