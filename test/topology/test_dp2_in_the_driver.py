@@ -103,7 +103,7 @@ def test_a_second_engine_with_another_configuration_is_refused(engine, tiny_qwen
             model_path=str(tiny_qwen),
             device="cpu",
             dtype="float32",
-            max_total_tokens=2048,
+            max_total_tokens=8192,  # a smaller one would change the graph sizes derived from it too
             dp_size=2,
             random_seed=0,
             sleep_on_idle=True,
