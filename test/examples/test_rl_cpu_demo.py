@@ -46,7 +46,6 @@ def processes_of(session: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 def test_twelve_steps_prove_every_sync_and_raise_the_reward(tmp_path: Path):
     demo = demo_process(tmp_path, "--steps", "12", "--seed", "0")
     try:

@@ -23,6 +23,8 @@ from ray.util.placement_group import placement_group_table
 from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
 
+pytestmark = pytest.mark.slow  # minutes each; `make test-slow ARGS=test/topology` runs them
+
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 

@@ -12,6 +12,8 @@ from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray.placement import choose_group, place_ranks
 
+pytestmark = pytest.mark.slow  # minutes each; `make test-slow ARGS=test/topology` runs them
+
 PROMPTS = [[5, 17, 300, 22], [8, 9]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
