@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_raised: list[signal.Signals] = []
 
 
 def interrupt_once() -> None:
@@ -25,6 +26,11 @@ def ignore_interrupts() -> None:
     """For an ending that has begun."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def interrupted_by() -> str:
+    """The name of the signal that ended the run; Ray's ``get`` drops what the exception says."""
+    return _raised[0].name if _raised else "KeyboardInterrupt"
 
 
 @contextmanager
@@ -47,4 +53,5 @@ def interrupts_deferred() -> Iterator[None]:
 
 def _raise_and_ignore_the_rest(number: int, frame: FrameType | None) -> None:
     ignore_interrupts()
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    _raised.append(signal.Signals(number))
+    raise KeyboardInterrupt

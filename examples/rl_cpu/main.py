@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet import FleetConfig, running_fleet
-from interrupts import ignore_interrupts, interrupt_once
+from interrupts import ignore_interrupts, interrupt_once, interrupted_by
 from local_ray import ray_session
 from loop import Progress, TrainingLoop
 from records import GAP_TOLERANCE
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.execute()
     except KeyboardInterrupt:
         run.write("interrupted")
-        run.report.note("interrupted: everything that was started has ended")
+        run.report.note(f"interrupted by {interrupted_by()}: everything that was started has ended")
         return EXIT_INTERRUPTED
     except BaseException:
         run.write("failed")
