@@ -4,7 +4,7 @@ PYTHON ?=
 ARGS ?=
 export VENV PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check lint format wheel clean
+.PHONY: help setup demo test test-slow test-gpu check lint format release wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +28,14 @@ test-gpu: setup  ## run the tests that need a CUDA device
 check:  ## hold patches/ and the overlay against the rules (no environment needed)
 	@scripts/fork check
 
-lint: setup  ## ruff and mypy on our files
+lint: setup  ## ruff, mypy and codespell on our files
 	@scripts/lint.sh
 
 format: setup  ## let ruff sort imports and lay out our files
 	@"$(VENV)/bin/python" -m ruff check -q --fix-only . && "$(VENV)/bin/python" -m ruff format .
+
+release: setup check  ## build wheel and source archive twice, compare, write dist/SHA256SUMS
+	@PYTHON="$(abspath $(VENV))/bin/python" scripts/fork release
 
 wheel: setup  ## build the wheel into dist/
 	@"$(VENV)/bin/python" -m pip wheel -q --no-deps -w dist . && ls dist

@@ -1,10 +1,10 @@
-"""The command line: fetch, tree, refresh, check, try."""
+"""The command line: fetch, tree, refresh, check, try, release."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from . import check, tree, upgrade, upstream
+from . import check, project, release, tree, upgrade, upstream
 from .errors import ForkError
 
 
@@ -20,6 +20,7 @@ def main() -> int:
     upgrading.add_argument(
         "wheel", type=Path, nargs="?", help="left out: export build/try after solving conflicts"
     )
+    commands.add_parser("release", help="build twice, compare, and write dist/ with its hashes")
     args = parser.parse_args()
     if args.command == "fetch":
         print(upstream.fetch())
@@ -29,6 +30,10 @@ def main() -> int:
         print("refreshed:", ", ".join(tree.refresh()) or "nothing to do")
     elif args.command == "check":
         return check.run()
+    elif args.command == "release":
+        for file in release.cut():
+            print(file.relative_to(project.ROOT))
+        print(f"two builds agree; hashes: dist/{release.SUMS}")
     else:
         return upgrade.try_wheel(args.wheel) if args.wheel else upgrade.export()
     return 0

@@ -31,3 +31,7 @@ class OverlayError(ForkError):
 
 class TreeError(ForkError):
     """build/tree is in a state that must not be overwritten."""
+
+
+class ReleaseError(ForkError):
+    """The checkout is not one that a release can be cut from, or two builds of it differ."""
