@@ -68,6 +68,7 @@ def test_the_metadata_differs_from_upstreams_in_the_lines_we_name(
         "License-File: MODIFIED-FILES",
         'Requires-Dist: ray[default,serve]>=2.56; extra == "ray"',
         'Requires-Dist: nixl; extra == "ray"',
+        'Requires-Dist: rich; extra == "ray"',
     ]
     assert lines[-2] == "Version: 0.5.23 is also said in the description."
 

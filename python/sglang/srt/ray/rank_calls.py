@@ -55,6 +55,21 @@ class RankCalls:
                 ) from error
         return answers
 
+    async def each(self, verb: str) -> list[Any]:
+        """One verb on every rank at once; per rank its answer, or the exception that says why there is none."""
+        calls = [
+            asyncio.wrap_future(getattr(actor, verb).remote().future()) for actor in self._actors
+        ]
+        await asyncio.wait(calls, timeout=RANK_ANSWER_TIMEOUT_S)
+        return [
+            call.exception() or call.result()
+            if call.done()
+            else DeadlineExceededError(
+                f"rank {rank} did not answer {verb!r} within {RANK_ANSWER_TIMEOUT_S:g} s", rank=rank
+            )
+            for rank, call in enumerate(calls)
+        ]
+
     async def statuses(self) -> list[RankStatus]:
         return await self.ask("weight_status")
 

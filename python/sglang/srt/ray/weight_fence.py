@@ -20,6 +20,7 @@ from sglang.srt.ray.rank_calls import (
     failure_of_a_client,
     what_is_missing,
 )
+from sglang.srt.ray.weight_history import SyncHistory, describe_rank
 from sglang.srt.ray.weight_metrics import WeightMetrics
 from sglang.srt.ray.weight_sync.control import OpenRequest
 from sglang.srt.ray.weight_sync.errors import (
@@ -67,6 +68,7 @@ class WeightFence:
         metrics: told of every sync that ends.
         """
         self._metrics = metrics
+        self.history = SyncHistory()
         self._paused_at = 0.0
         self._left_open: str | None = None
         self._effects = effects
@@ -168,6 +170,12 @@ class WeightFence:
             "ranks": [dataclasses.asdict(report) for report in self._rank_reports],
         }
 
+    async def overview(self) -> dict[str, Any]:
+        """What `GET /weight_sync/overview` shows: `status`, what each rank says just now, and the last syncs."""
+        answers = await self._ranks.each("weight_status")
+        ranks = [describe_rank(rank, answer) for rank, answer in enumerate(answers)]
+        return self.status() | {"ranks": ranks, "history": self.history.as_json()}
+
     # What stands in everybody's way
 
     def check_serving(self) -> None:
@@ -246,13 +254,15 @@ class WeightFence:
             self.machine.seal(held.id)
             self.machine.resume(held.id, verified=False)
             self._disarm()
-            self._tell_metrics("unverified")
+            self._tell_ended("unverified")
             return answer
 
     async def reloaded(self, version: str | None) -> None:
         """All weights were loaded from disk."""
         self._disarm()
+        before = self.machine.version
         self.machine.reload(version)
+        self.history.reloaded(before, self.machine.version)
         if self._metrics is not None:
             self._metrics.mended()
 
@@ -330,7 +340,7 @@ class WeightFence:
         if self.machine.resume(transaction_id, verified=verified):
             self._disarm()
             await self._effects.let_generation_go()
-            self._tell_metrics("committed")
+            self._tell_ended("committed")
 
     async def _fail(self, held: Transaction, reason: str, *, written: bool | None = None) -> None:
         """End a transaction that did not come through, by what the ranks say of it."""
@@ -346,7 +356,7 @@ class WeightFence:
         elif self._stuck is None:
             await self._close_untouched_session()
             await self._effects.let_generation_go()
-        self._tell_metrics("torn" if state is WeightState.TORN else "aborted")
+        self._tell_ended("torn" if state is WeightState.TORN else "aborted", reason)
 
     async def _close_untouched_session(self) -> None:
         """Close a session in which nothing was written.
@@ -363,14 +373,23 @@ class WeightFence:
             cause = task.exception()
             self._left_open = None if cause is None else str(cause)
 
-    def _tell_metrics(self, outcome: str) -> None:
+    def _tell_ended(self, outcome: str, reason: str | None = None) -> None:
+        pause_seconds = time.monotonic() - self._paused_at
+        ranks = self._rank_reports if outcome == "committed" else ()
+        self.history.ended(
+            outcome,
+            reason=reason,
+            step_seconds=self._step_seconds,
+            pause_seconds=pause_seconds,
+            ranks=ranks,
+        )
         if self._metrics is not None:
             self._metrics.ended(
                 outcome,
                 self.machine.state,
                 step_seconds=self._step_seconds,
-                pause_seconds=time.monotonic() - self._paused_at,
-                ranks=self._rank_reports if outcome == "committed" else (),
+                pause_seconds=pause_seconds,
+                ranks=ranks,
             )
 
     async def _make_way(self, transaction: Transaction, *, force: bool) -> None:
@@ -392,6 +411,7 @@ class WeightFence:
 
     def _arm(self, transaction: Transaction, ttl_s: float) -> None:
         self._disarm()
+        self.history.began(transaction, self.machine.version)
         self._expires_at = time.monotonic() + ttl_s
         self._expiry = asyncio.ensure_future(self._expire(transaction, ttl_s))
 

@@ -10,10 +10,11 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang.srt.ray import weight_ui
 from sglang.srt.ray.weight_sync import errors
 from sglang.srt.ray.weight_sync.control import OpenRequest
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -128,6 +129,20 @@ def _router() -> APIRouter:
     async def weight_sync(request: Request) -> dict[str, Any]:
         """State, version, open transaction and the last report of each rank."""
         return _fence(request).status()
+
+    @router.get("/weight_sync/overview")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def overview(request: Request) -> dict[str, Any]:
+        """The same, with what each rank says just now and the last syncs, newest first."""
+        answer: dict[str, Any] = await _fence(request).overview()
+        return answer
+
+    @router.get("/weight_sync/ui", response_class=HTMLResponse)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def ui(request: Request) -> HTMLResponse:
+        """A page that shows the overview."""
+        _fence(request)
+        return weight_ui.page()
 
     @router.post("/weight_sync/open")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
