@@ -1,4 +1,4 @@
-"""The terminal dashboard against a real HTTP server with the real routes and fence; only ranks and effects are fakes."""
+"""The terminal dashboard against a real HTTP server with the real routes and fence; ranks and effects are fakes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from rich.console import Console
 from test_weight_history import Fleet, request
 
@@ -22,9 +23,11 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 
 @contextlib.contextmanager
-def served(fleet: Fleet | None, *, api_key: str | None = None) -> Iterator[str]:
+def served(fleet: Fleet | None, *, api_key: str | None = None, cors: bool = False) -> Iterator[str]:
     """A server over `fleet`'s fence, whose loop is the server's."""
     app = FastAPI()
+    if cors:  # as upstream's application has it
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_headers=["*"])
     add_weight_routes(app, None if fleet is None else fleet.fence)
     if api_key is not None:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=None)
@@ -73,7 +76,8 @@ def test_one_table_of_a_fleet_fits_a_terminal_and_tells_each_thing() -> None:
         answers = top.ask_all([busy, torn], None)
     text = text_of(answers)
     assert max(map(len, text.splitlines())) <= 80
-    assert "1 -> 2" in text and "trainer:7 (" in text
+    assert "1 -> 2" in text
+    assert "trainer:7 (" in text
     assert f"{torn} is TORN: rank 1: the cable broke" in " ".join(text.split())
     engines, _, rest = text.partition("ranks ")
     assert [line.split()[:3] for line in engines.splitlines()[4:6]] == [
@@ -81,12 +85,16 @@ def test_one_table_of_a_fleet_fits_a_terminal_and_tells_each_thing() -> None:
         ["2", torn.removeprefix("http://"), "TORN"],
     ]
     ranks, _, syncs = rest.partition("last sync")
-    assert ranks.count("VERIFIED") == 3 and ranks.count("FAILED") == 1
-    assert "committed" in syncs and "torn" in syncs
+    assert ranks.count("VERIFIED") == 3
+    assert ranks.count("FAILED") == 1
+    assert "committed" in syncs
+    assert "torn" in syncs
     assert [answer.exit_code for answer in answers] == [0, 1]
 
 
-def test_once_as_json_is_one_object_and_the_status_tells(capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_as_json_is_one_object_and_the_status_tells(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with served(fleet_after("sync")) as url:
         assert top.main(["--once", "--json", url]) == 0
         told = json.loads(capsys.readouterr().out)

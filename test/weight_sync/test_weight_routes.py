@@ -14,6 +14,7 @@ from sglang.srt.ray.weight_sync.errors import (
     EngineTornError,
     TransactionBusyError,
 )
+from sglang.srt.utils.auth import add_api_key_middleware
 
 
 class Fence:
@@ -100,3 +101,47 @@ def test_an_engine_without_weight_sync_says_so(app: FastAPI):
             "WeightSyncDisabledError",
         )
         assert client.post("/generate").status_code == 200
+
+
+EVERY_ROUTE = (
+    ("GET", ""),
+    ("GET", "/overview"),
+    ("GET", "/ui"),
+    ("POST", "/open"),
+    ("POST", "/seal"),
+    ("POST", "/resume"),
+    ("POST", "/abort"),
+)
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
+@pytest.mark.parametrize(
+    ("keys", "accepted"),
+    [
+        ({"api_key": "user", "admin_api_key": None}, "user"),
+        ({"api_key": None, "admin_api_key": "admin"}, "admin"),
+        ({"api_key": "user", "admin_api_key": "admin"}, "admin"),
+    ],
+)
+def test_every_route_asks_for_the_key_of_upstreams_weight_endpoints(
+    app: FastAPI, method: str, path: str, keys: dict[str, str | None], accepted: str
+):
+    add_weight_routes(app, None)
+    add_api_key_middleware(app, **keys)
+    url = f"/weight_sync{path}"
+    with TestClient(app) as client:
+        for key in (None, "user", "admin", "wrong"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            status = client.request(method, url, headers=headers).status_code
+            assert (status == 401) == (key != accepted), f"key {key!r}: {status}"
+
+
+def test_no_route_is_missing_from_the_list_above(app: FastAPI):
+    add_weight_routes(app, None)
+    ours = {
+        (method, route.path.removeprefix("/weight_sync"))
+        for route in app.routes
+        if getattr(route, "path", "").startswith("/weight_sync")
+        for method in route.methods - {"HEAD"}
+    }
+    assert ours == set(EVERY_ROUTE)

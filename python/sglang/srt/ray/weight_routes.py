@@ -60,7 +60,9 @@ class AbortBody(BaseModel):
 def add_weight_routes(app: FastAPI, fence: Any | None) -> None:
     """Serve `fence` from `app`; None says that weight sync is off. May be called for every engine of a process."""
     if not hasattr(app.state, "weight_fence"):
-        app.include_router(_router())
+        # Not include_router: FastAPI keeps an included router nested, and upstream's key check, looking for the route
+        # to learn its level, then takes every one of ours for open to whoever has no admin key (fastapi 0.165).
+        app.router.routes.extend(_router().routes)
         app.add_exception_handler(errors.WeightSyncError, answer_with_error)
         app.add_middleware(TornGate, fastapi_app=app)
         app.state.first_middleware = list(app.user_middleware)
