@@ -4,7 +4,7 @@ PYTHON ?=
 ARGS ?=
 export VENV PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check lint format release wheel clean
+.PHONY: help setup demo test test-slow test-gpu check lint format docs release wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ lint: setup  ## ruff, mypy and codespell on our files
 format: setup  ## let ruff sort imports and lay out our files
 	@"$(VENV)/bin/python" -m ruff check -q --fix-only . && "$(VENV)/bin/python" -m ruff format .
 
+docs: setup  ## build the documentation site into site/, strictly
+	@scripts/docs.sh build
+
 release: setup check  ## build wheel and source archive twice, compare, write dist/SHA256SUMS
 	@PYTHON="$(abspath $(VENV))/bin/python" scripts/fork release
 
@@ -41,5 +44,5 @@ wheel: setup  ## build the wheel into dist/
 	@"$(VENV)/bin/python" -m pip wheel -q --no-deps -w dist . && ls dist
 
 clean:  ## remove what builds made; the environment and the stored upstream wheel stay
-	@rm -rf build/try build/try-patches build/bdist* dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf build/try build/try-patches build/api build/bdist* dist site .pytest_cache .mypy_cache .ruff_cache
 	@find python build_backend scripts test -name __pycache__ -prune -exec rm -rf {} +

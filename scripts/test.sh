@@ -11,7 +11,7 @@ shift
 
 groups=(
     "test/packaging test/examples test/parallelism"
-    "test/client test/ray_backend test/weight_sync test/ui --ignore=test/weight_sync/test_two_ranks.py"
+    "test/client test/ray_backend test/weight_sync test/ui test/docs --ignore=test/weight_sync/test_two_ranks.py"
     "test/weight_sync/test_two_ranks.py"
     "test/topology"
 )

@@ -1,0 +1,72 @@
+"""No snippet of the documentation goes unlooked at: each is executed by a named test, or here is why it is not.
+
+A new block in README, CONTRIBUTING or docs/ fails this test until it stands in the table.
+"""
+
+# ruff: noqa: E501  (the first lines of snippets, word for word)
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from snippets import ROOT, all_snippets
+
+HERE = "test/docs/test_snippets_run.py::"
+TRAINERS = "test/weight_sync/test_trainer_examples.py::"
+EXECUTED = {
+    ("README.md", "make demo"): "test/examples/test_rl_cpu_demo.py::test_twelve_steps_prove_every_sync_and_raise_the_reward",
+    ("docs/quickstart.md", "make demo"): "test/examples/test_rl_cpu_demo.py::test_twelve_steps_prove_every_sync_and_raise_the_reward",
+    ("README.md", "pip install '.[ray]'"): "test/ray_backend/test_launch_server.py::test_it_serves_the_openai_endpoints_and_sigterm_leaves_nothing",
+    ("docs/quickstart.md", "pip install '.[ray]'"): "test/ray_backend/test_launch_server.py::test_it_serves_the_openai_endpoints_and_sigterm_leaves_nothing",
+    ("README.md", "from sglang.srt.ray.http_server import launch_engine, serve_http"): HERE + "test_launching",
+    ("docs/launching.md", "from sglang.srt.ray import launch_engine, serve_http"): HERE + "test_launching",
+    ("docs/launching.md", "from sglang.srt.ray import get_scheduler_actor_name"): HERE + "test_launching",
+    ("README.md", "from sglang.srt.ray import HttpEngineControl, WeightPublisher"): HERE + "test_publishing",
+    ("docs/quickstart.md", "from sglang.srt.ray import HttpEngineControl, WeightPublisher"): HERE + "test_publishing",
+    ("docs/weight-sync.md", "from sglang.srt.ray import HttpEngineControl, WeightPublisher"): HERE + "test_publishing",
+    ("docs/trainers.md", "publisher = WeightPublisher.connect([HttpEngineControl(url, actors) for url, actors in fleet])"): HERE + "test_publishing",
+    ("docs/trainers.md", '--8<-- "examples/trainers/plain_pytorch.py"'): TRAINERS + "test_plain_pytorch",
+    ("docs/trainers.md", '--8<-- "examples/trainers/fsdp_rows.py"'): TRAINERS + "test_fsdp_rows",
+    ("docs/trainers.md", '--8<-- "examples/trainers/megatron_tp.py"'): TRAINERS + "test_megatron_tp",
+    ("docs/weight-sync.md", 'ref = ray.put([view0, view1], _tensor_transport="nixl")'): HERE + "test_a_clients_own_pull",
+    ("docs/weight-sync.md", "python -m sglang.srt.ray.weight_sync.top http://HOST:PORT [more engines]"): HERE + "test_watching",
+    ("docs/quickstart.md", "python -m sglang.srt.ray.weight_sync.top http://127.0.0.1:30000"): HERE + "test_watching",
+    ("docs/operations.md", "curl http://HOST:PORT/update_weights_from_disk -H 'Content-Type: application/json' -d '{\"model_path\": \"PATH\", \"weight_version\": \"from-disk\"}'"): HERE + "test_reloading_from_disk",
+    ("docs/who-holds-what.md", 'curl "http://HOST:PORT/parallelism_config?rank=R"'): HERE + "test_where_a_rank_stands",
+    ("docs/who-holds-what.md", "from sglang.srt.distributed.parallel_state import ParallelismContext, RankParallelismConfig"): HERE + "test_building_a_shard_and_mapping_names",
+    ("docs/who-holds-what.md", "mapper = ParameterMapper.from_model(shard)"): HERE + "test_building_a_shard_and_mapping_names",
+    ("docs/patches.md", "scripts/fork tree"): "test/packaging/test_fork_tree.py::test_a_commit_becomes_a_patch_named_by_its_subject",
+    ("docs/patches.md", "git -C build/tree commit -a --fixup COMMIT"): HERE + "test_folding_a_commit_into_a_patch",
+    ("docs/patches.md", "ray: mix the weight verbs into the scheduler actor"): "test/packaging/test_fork_tree.py::test_a_commit_becomes_a_patch_named_by_its_subject",
+}  # fmt: skip
+NOT_EXECUTED = {
+    ("README.md", "step   1/40  version 1   reward 0.130  loss +0.005    710 tok/s  gap 9.5e-07  sync 1089.0 ms, 5.8 MB (plan 724.7 wire 102.9 ...)"): "what the demo printed",
+    ("CONTRIBUTING.md", "make setup"): "installs 11 GB; each of its phases is tested in test/packaging/test_provision.py",
+    ("CONTRIBUTING.md", 'make test ARGS="test/weight_sync/test_layout.py -x"'): "is what runs this very test",
+    ("docs/launching.md", "placement_group=pg          keyword of launch_engine and RayEngine"): "a diagram; test/topology/test_group_choice.py",
+    ("docs/launching.md", "your actor (node A)                     node A                   node B"): "a diagram",
+}  # fmt: skip
+PARTLY = {
+    "README.md": "the line 'on GPUs' needs a GPU; `pip install` of the real wheel is test_the_real_wheel_installs_and_leaves_nothing",
+    "docs/quickstart.md": "the same",
+}
+
+
+def test_every_snippet_is_accounted_for() -> None:
+    there, known = set(all_snippets()), {*EXECUTED, *NOT_EXECUTED}
+    assert not there - known, f"say who executes these: {sorted(there - known)!r}"
+    assert not known - there, f"these are no longer in the documentation: {sorted(known - there)!r}"
+    twice = [key for key, snippets in all_snippets().items() if len(snippets) > 1]
+    assert not twice, f"two blocks begin alike, so neither can be told: {twice!r}"
+
+
+def test_every_named_test_exists() -> None:
+    for node in set(EXECUTED.values()):
+        path, _, name = node.partition("::")
+        functions = {
+            item.name
+            for item in ast.parse(Path(ROOT, path).read_text()).body
+            if isinstance(item, ast.FunctionDef)
+        }
+        assert name in functions, f"{node} does not exist"
