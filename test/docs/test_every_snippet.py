@@ -45,12 +45,25 @@ NOT_EXECUTED = {
     ("CONTRIBUTING.md", "make setup"): "installs 11 GB; each of its phases is tested in test/packaging/test_provision.py",
     ("CONTRIBUTING.md", 'make test ARGS="test/weight_sync/test_layout.py -x"'): "is what runs this very test",
     ("docs/launching.md", "placement_group=pg          keyword of launch_engine and RayEngine"): "a diagram; test/topology/test_group_choice.py",
+    ("docs/upgrading.md", "pip download --no-deps sglang==NEW -d /tmp/new"): "needs an upstream newer than the pinned one; `try` itself: test_try_rebases_the_series_onto_a_moved_upstream",
+    ("docs/upgrading.md", "git -C build/try add -A && git -C build/try -c core.editor=true rebase --continue"): "needs a conflict solved by hand; where one is found: test_try_says_where_the_series_conflicts",
     ("docs/launching.md", "your actor (node A)                     node A                   node B"): "a diagram",
 }  # fmt: skip
-PARTLY = {
-    "README.md": "the line 'on GPUs' needs a GPU; `pip install` of the real wheel is test_the_real_wheel_installs_and_leaves_nothing",
-    "docs/quickstart.md": "the same",
+LINES_NOT_EXECUTED = {
+    "pip install '.[ray]'": "downloads 11 GB; of the wheel alone: test_the_real_wheel_installs_and_leaves_nothing",
+    "python -m sglang.launch_server --ray --enable-rdt-weight-sync --model-path M          # on GPUs": "needs a GPU",
+    "make test      # the test suite": "is what runs this very test",
 }
+
+
+def test_lines_that_are_left_out_of_an_executed_snippet_are_still_there() -> None:
+    every = {
+        line
+        for snippets in all_snippets().values()
+        for one in snippets
+        for line in one.body.splitlines()
+    }
+    assert set(LINES_NOT_EXECUTED) <= every
 
 
 def test_every_snippet_is_accounted_for() -> None:
