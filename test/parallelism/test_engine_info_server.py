@@ -210,6 +210,22 @@ def test_a_launch_that_fails_leaves_no_server(config_folder):
         requests.get(f"{args.engine_info_bootstrap_url}/health", timeout=10)
 
 
+def test_an_engine_without_ray_closes_it_when_it_is_shut_down(server, monkeypatch):
+    from sglang.srt.entrypoints import engine as upstream
+
+    engine = object.__new__(upstream.Engine)
+    engine._attached, engine.tokenizer_manager = False, None
+    result = upstream.SchedulerInitResult(scheduler_infos=[], engine_info_bootstrap_server=server)
+    engine._scheduler_init_result = result
+    killed = []  # what the engine kills are all children of this process, which are others' here
+    monkeypatch.setattr(upstream, "kill_process_tree", lambda *a, **_: killed.append(a))
+    engine.shutdown()
+    assert killed
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", server.port))
+
+
 def test_a_rank_goes_on_trying_until_the_server_is_there():
     with socket.socket() as placeholder:
         placeholder.bind(("127.0.0.1", 0))

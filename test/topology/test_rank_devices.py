@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from sglang.srt.ray.devices import visible_index
@@ -42,3 +46,24 @@ def test_a_uuid_with_nothing_hidden_is_looked_up_in_the_driver():
 def test_a_device_that_the_process_cannot_see_is_an_error(assigned, visible):
     with pytest.raises(ValueError, match=f"device '{assigned}'.*CUDA_VISIBLE_DEVICES"):
         visible_index(assigned, visible=visible, uuids=nothing)
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cuda", [1, 1]), ("cpu", [])])
+def test_every_thread_of_a_rank_binds_the_ranks_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, bound: list[int]
+):
+    import torch
+
+    import sglang.srt.runtime_context as context
+    from sglang.srt.ray.actor_verbs import bind_rank_device
+
+    seen: list[tuple[Any, int]] = []
+    module = SimpleNamespace(set_device=lambda index: seen.append((threading.get_ident(), index)))
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(context, "get_device", lambda: SimpleNamespace(device=device))
+    bind_rank_device(1)
+    other = threading.Thread(target=bind_rank_device, args=(1,))
+    other.start()
+    other.join()
+    assert [index for _, index in seen] == bound
+    assert len({thread for thread, _ in seen}) == len(bound)

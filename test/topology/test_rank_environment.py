@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
-from sglang.srt.ray import rank_environment
+from sglang.srt.ray import rank_actors, rank_environment
+from sglang.srt.ray.placement import ChosenGroup, Place
 from sglang.srt.ray.rank_environment import cpu_shares, rank_environments
 
 
@@ -64,6 +67,37 @@ def test_the_preload_is_the_memory_savers_library_for_this_torch(monkeypatch):
 def test_a_preload_of_the_users_is_kept(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/theirs.so")
     assert rank_environment.memory_saver_preload().split(":")[1] == "/usr/lib/theirs.so"
+
+
+@pytest.mark.parametrize("cpu_backup", [True, False])
+@pytest.mark.parametrize("asked", [True, False])
+def test_scheduler_actors_are_made_with_the_preload(monkeypatch, asked, cpu_backup):
+    """With a configuration, a cluster and an actor class that only write down what they are asked."""
+    made: list[dict[str, Any]] = []
+
+    def options(**given: Any) -> SimpleNamespace:
+        made.append(given)
+        return SimpleNamespace(remote=lambda **_: object())
+
+    features = SimpleNamespace(enable_memory_saver=asked, enable_weights_cpu_backup=cpu_backup)
+    node = {"NodeID": "n", "NodeManagerAddress": "10.0.0.1"}
+    monkeypatch.setattr(rank_environment, "memory_saver_preload", lambda: "/lib/saver.so")
+    monkeypatch.setattr(rank_actors, "SchedulerActor", SimpleNamespace(options=options))
+    monkeypatch.setattr(rank_actors, "get_exec", lambda: SimpleNamespace(features=features))
+    monkeypatch.setattr(rank_actors, "get_device", lambda: SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(rank_actors, "_free_names", lambda *_: ["first", "second"])
+    monkeypatch.setattr(rank_actors.ray, "nodes", lambda: [node])
+    specs = rank_actors.rank_specs(tp_size=2, pp_size=1)
+    ranks = rank_actors.RankActors(
+        scheduler_infos=[],
+        specs=specs,
+        places=[Place(bundle=bundle, node="n") for bundle in range(2)],
+        chosen_group=ChosenGroup(group=object(), source="keyword"),
+    )
+    rank_actors._create_actors(ranks, object(), SimpleNamespace(nccl_port=1), replica_size=2)
+    preloads = [given["runtime_env"]["env_vars"].get("LD_PRELOAD") for given in made]
+    assert preloads == [("/lib/saver.so" if asked else None)] * 2
+    assert [given["num_gpus"] for given in made] == [1, 1]
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 from leftovers import (
     engine_processes,
     listening_ports,
@@ -19,11 +20,9 @@ from leftovers import (
     shared_memory,
     wait_for,
 )
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
-
-pytestmark = pytest.mark.slow  # minutes each; `make test-slow ARGS=test/topology` runs them
 
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -68,6 +67,7 @@ def measured() -> dict[str, Any]:
         "files": open_files(),
         "threads": sorted(t.name for t in threading.enumerate() if "sglang" in t.name),
         "ports": listening_ports(),
+        "actors": ray.util.list_named_actors(all_namespaces=True),
     }
 
 
@@ -76,6 +76,7 @@ def assert_no_growth(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert after["files"] <= before["files"] + 2, (before, after)
     assert after["ports"] <= before["ports"]
     assert after["threads"] == []
+    assert after["actors"] == []
 
 
 def files_of(engine: Any) -> set[Path]:
@@ -95,25 +96,31 @@ def test_a_launch_whose_second_rank_dies_ends_the_first_and_names_it(tiny_qwen):
     with pytest.raises(LaunchError, match=r"^rank [01] \(dp 0, pp 0, tp [01]\) could not start"):
         start(tiny_qwen, tp_size=2)
     killer.join()
-    assert measured()["threads"] == []
+    left = measured()
+    assert (left["threads"], left["actors"]) == ([], [])
 
 
 def test_three_topologies_one_after_the_other(tiny_qwen, expected):
     seen = []
-    for topology in (
-        {"pp_size": 2},
-        {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-        {},
+    for topology, theirs in (
+        ({"pp_size": 2}, False),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, True),
+        ({}, False),
     ):
-        engine = start(tiny_qwen, **topology)
+        group = placement_group([{"CPU": 1}] * 2) if theirs else None
+        engine = start(tiny_qwen, placement_group=group, **topology)
         try:
             answers = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
             assert [answer["output_ids"] for answer in answers] == expected, topology
             files = files_of(engine)
             assert files
+            assert live_groups() == 1
         finally:
             engine.shutdown()
         assert not [path for path in files if path.exists()], topology
+        if group is not None:
+            assert live_groups() == 1, "the caller's group is the caller's to remove"
+            remove_placement_group(group)
         seen.append(measured())
     assert_no_growth(seen[0], seen[2])
 

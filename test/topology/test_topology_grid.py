@@ -1,7 +1,18 @@
 """The whole grid of topologies and groups, 4 ranks included: same tokens as transformers for each.
 
-Run with: `pytest -m slow test/topology/test_topology_grid.py`. What runs on every push is a pairwise part of it:
-TP=2 on a caller's group in an actor, DP=2 on the current process's own group, PP=2, DP attention and TP=1 in a row.
+`make test-slow ARGS=test/topology/test_topology_grid.py` runs the whole of it. On every push runs a part in which each
+topology of two ranks, each origin of a group and each kind of caller occurs, spread over this folder:
+
+| topology | group | caller |
+|---|---|---|
+| TP=2 | keyword, chosen bundles | threaded actor, served over HTTP (`test_tp2_in_an_actor.py`) |
+| TP=2 | current, node-sized | async actor (here) |
+| TP=2 | keyword, a bundle a node | driver, two raylets (`test_two_raylets.py`) |
+| PP=2 | own | driver, two raylets (`test_two_raylets.py`) |
+| PP=2 | own | driver (`test_starts_in_a_row.py`) |
+| DP attention | keyword | driver (`test_starts_in_a_row.py`) |
+| DP=2 | own | driver, threads and coroutines (`test_dp2_in_the_driver.py`) |
+| TP=1, twice | keyword and context, one group | driver (`test_engines_in_a_driver.py`) |
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray.placement import use_placement_group
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -66,6 +77,7 @@ def tokens_of(engine: Any) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_on_a_group_of_its_own(tiny_qwen, expected, name):
     from sglang.srt.ray import RayEngine
@@ -78,6 +90,7 @@ def test_on_a_group_of_its_own(tiny_qwen, expected, name):
     wait_for(lambda: not engine_processes(), "the end of the ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_on_a_group_from_the_context(tiny_qwen, expected, name):
     from sglang.srt.ray import RayEngine
@@ -110,13 +123,14 @@ class AsyncHost:
             awaited = await engine.async_generate(input_ids=prompts, sampling_params=sampling)
             verbs = [engine.flush_cache().success, engine.begin_weight_update()[0]]
             verbs.append(engine.end_weight_update()[0])
+            verbs.append(len(engine.get_server_info()["internal_states"]) > 0)
             source = engine._scheduler_init_result.chosen_group.source
         finally:
             engine.shutdown()
         return [[one["output_ids"] for one in way] for way in (synchronous, awaited)], verbs, source
 
 
-@pytest.mark.parametrize("name", ["tp2", "tp2-dp2"])
+@pytest.mark.parametrize("name", ["tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)])
 def test_in_an_async_actor_on_its_own_node_sized_group(tiny_qwen, expected, name):
     topology = TOPOLOGIES[name]
     group = placement_group([{"CPU": 1 + ranks_of(topology)}])
@@ -128,13 +142,14 @@ def test_in_an_async_actor_on_its_own_node_sized_group(tiny_qwen, expected, name
         call = host.run.remote(arguments(tiny_qwen, topology), PROMPTS, SAMPLING)
         tokens, verbs, source = ray.get(call, timeout=600)
         assert tokens == [expected, expected]
-        assert verbs == [True, True, True]
+        assert verbs == [True] * 4
         assert source == "current"
     finally:
         ray.kill(host)
         remove_placement_group(group)
 
 
+@pytest.mark.slow
 def test_two_engines_share_one_group_and_one_node_sized_bundle(tiny_qwen, expected):
     """Two actors, each with an engine, in the one bundle of a group: no name and no place is taken twice."""
     group = placement_group([{"CPU": 4}])

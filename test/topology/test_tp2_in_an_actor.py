@@ -23,8 +23,6 @@ from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray import get_scheduler_actor_name
 
-pytestmark = pytest.mark.slow  # minutes each; `make test-slow ARGS=test/topology` runs them
-
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
 NEW_TOKENS = 12
 NAMESPACE = "their-engines"
@@ -142,7 +140,13 @@ def start_host(model: Any, port: int, group: Any, plugin: Path) -> tuple[Any, li
     environment = {"env_vars": {"SGLANG_RAY_BUNDLE_INDICES": "2,0", "PYTHONPATH": path}}
     host = Host.options(runtime_env=environment).remote()
     actors = ray.get(host.start.remote(arguments(model, port), group), timeout=START_TIMEOUT_S)
-    wait_for(lambda: healthy(port), "the server's health", START_TIMEOUT_S)
+
+    def up() -> bool:
+        outcome = ray.get(host.served.remote(), timeout=60)
+        assert not outcome, f"serving ended: {outcome!r}"
+        return healthy(port)
+
+    wait_for(up, "the server's health", START_TIMEOUT_S)
     return host, actors
 
 
@@ -200,6 +204,13 @@ def test_a_rank_answers_while_its_loop_runs(hosted):
     assert [len(layout.entries) > 0 for layout in layouts] == [True, True]
 
 
+def test_a_prompt_without_tokens_is_refused_and_ends_nothing(hosted, port):
+    answer = requests.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": []}, timeout=60)
+    assert answer.status_code == 400
+    assert "no tokens" in answer.text
+    assert healthy(port)
+
+
 def pid_of(actor: Any) -> int:
     from ray._private import state
 
@@ -240,6 +251,8 @@ def test_a_killed_rank_is_told_to_everybody_within_five_seconds(hosted, port):
     (outcome,) = ray.get(host.served.remote())
     assert outcome.startswith("RankDiedError: rank 1 (dp 0, pp 0, tp 1) died")
     assert ray.get(host.pid.remote())  # the host itself goes on
+    wait_for(lambda: not port_is_open(port), "the end of the port")
+    wait_for(lambda: not engine_processes(), "the end of the other rank, unasked")
 
 
 def test_a_killed_host_leaves_nothing_and_its_place_is_free_within_a_second(

@@ -12,8 +12,6 @@ from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray.placement import choose_group, place_ranks
 
-pytestmark = pytest.mark.slow  # minutes each; `make test-slow ARGS=test/topology` runs them
-
 PROMPTS = [[5, 17, 300, 22], [8, 9]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
@@ -67,9 +65,19 @@ def test_bundles_that_put_rank_0_on_the_other_node_are_refused(spread_group, mon
         place_ranks(chosen, device="cpu", ranks=2, replicas=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp2", "pp2"])
-@pytest.mark.parametrize("whose", ["own", "theirs"])
+def both_nodes(topology: dict[str, int], whose: str, *marks: Any) -> Any:
+    return pytest.param(topology, whose, id=f"{next(iter(topology))}-{whose}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("topology", "whose"),
+    [
+        both_nodes({"tp_size": 2}, "theirs"),
+        both_nodes({"pp_size": 2}, "own"),
+        both_nodes({"tp_size": 2}, "own", pytest.mark.slow),
+        both_nodes({"pp_size": 2}, "theirs", pytest.mark.slow),
+    ],
+)
 def test_an_engine_over_two_nodes_gives_the_same_tokens(two_nodes, tiny_qwen, topology, whose):
     from sglang.srt.ray import RayEngine
 

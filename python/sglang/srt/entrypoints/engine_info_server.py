@@ -265,6 +265,12 @@ def with_engine_info_server(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launch_with_server
 
 
+def close_engine_info_server(launched: Any) -> None:
+    """What `Engine.shutdown` calls with the launch's fourth value: the server ends with its engine."""
+    if (server := launched.engine_info_bootstrap_server) is not None:
+        server.close()
+
+
 def _ask_actors(server: EngineInfoServer, actors: list[Any]) -> None:
     """Ray's ranks are asked through their handles: they may run on nodes that can't reach a server on this one."""
     if not actors:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,10 @@ class EngineParts:
     detokenizer: DetokenizerProcess | None = None
     tokenizer_manager: Any = None
     weight_caches: Sequence[Any] = ()
+    _ending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def end(self) -> None:
-        """End what was started, and only that. May be called twice.
+        """End what was started, and only that. May be called twice, from any thread.
 
         Upstream's shutdown kills every child of the process, those that Ray started included.
         """
@@ -42,17 +44,29 @@ class EngineParts:
         manager, self.tokenizer_manager = self.tokenizer_manager, None
         if manager is not None:
             manager.fail(EngineStoppedError("the engine was shut down"))
-        if self.ranks is not None:
-            self.ranks.end()
-            if (bootstrap := self.ranks.engine_info_bootstrap_server) is not None:
-                bootstrap.close()
-        if self.detokenizer is not None:
-            self.detokenizer.end()
+        self._end_processes()
         if manager is not None:
             _close_manager(manager)
         Engine._terminate_weight_cache_daemons(self.weight_caches)
         if self.ranks is not None:
             remove_files(instance_files(self.ranks.port_args))
+
+    def _end_processes(self) -> None:
+        """End ranks, router, detokenizer, bootstrap server and an own group."""
+        with self._ending:
+            if self.ranks is not None:
+                self.ranks.end()
+                if (bootstrap := self.ranks.engine_info_bootstrap_server) is not None:
+                    bootstrap.close()
+            if self.detokenizer is not None:
+                self.detokenizer.end()
+
+    def _end_after_a_failure(self, _: Any) -> None:
+        """Let go of devices at once, also when nobody calls `end`; the tokenizer stays to tell the cause.
+
+        On a thread of its own: the one that found the failure may be the router's, which is waited for here.
+        """
+        threading.Thread(target=self._end_processes, name="sglang-engine-end", daemon=True).start()
 
     def connect(self, launched: Sequence[Any]) -> None:
         """Have every part report its end to the watch, and the watch tell the tokenizer. `launched`: the six values."""
@@ -62,6 +76,7 @@ class EngineParts:
             self.detokenizer.watch(watch.fail)
         self.tokenizer_manager.report_failure = watch.fail
         watch.on_failure(self.tokenizer_manager.fail)
+        watch.on_failure(self._end_after_a_failure)
         self.ranks.parts = self
 
 

@@ -53,6 +53,22 @@ class HostedTokenizerManager(TokenizerManager):
         task = self.event_loop.create_task(self._receive())
         self.asyncio_tasks.add(task)
 
+    def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
+        """As upstream's, which lets a prompt without tokens through to the ranks; on a CPU it ends all of them.
+
+        Raises:
+            ValueError: an HTTP client gets status 400.
+        """
+        if (
+            input_ids is not None
+            and len(input_ids) == 0
+            and getattr(obj, "input_embeds", None) is None
+        ):
+            raise ValueError(
+                f"the prompt has no tokens (text {obj.text!r}); give at least one token"
+            )
+        super()._validate_one_request(obj, input_ids)
+
     def _check_loop(self) -> None:
         with contextlib.suppress(RuntimeError):  # no loop runs on this thread
             if (running := asyncio.get_running_loop()) is not self.event_loop:
