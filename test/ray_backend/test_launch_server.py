@@ -177,6 +177,37 @@ def test_without_the_flag_the_default_pause_stays_upstreams_and_never_reaches_th
     assert_answers(joined)
 
 
+IN_A_CONTEXT = """
+import os, sys, ray
+from ray.util.placement_group import placement_group
+from sglang.launch_server import run_server
+from sglang.srt.ray import use_placement_group
+from sglang.srt.server_args import prepare_server_args
+
+ray.init(log_to_driver=False)
+os.environ["SGLANG_RAY_BUNDLE_INDICES"] = "1"
+with use_placement_group(placement_group([{"CPU": 0.5}, {"CPU": 1}])) as group:
+    print("group", group.id.hex(), flush=True)
+    run_server(prepare_server_args(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_takes_the_group_of_its_context_and_no_other(
+    ray_address: str, tiny_model: Path, tmp_path: Path
+):
+    script = tmp_path / "server.py"
+    script.write_text(IN_A_CONTEXT)
+    before = live_groups()
+    with launched_server(tiny_model, ray_address=ray_address, program=(str(script),)) as server:
+        server.wait_until_healthy()
+        (group,) = [one for one in live_groups() if one not in before]
+        assert f"group {group}" in server.output()
+        assert ray.available_resources().get(f"CPU_group_1_{group}", 0) == 0, "not on bundle 1"
+        assert_stops(server, signal.SIGTERM)
+    assert live_groups() == before
+
+
 # Mistakes: one clear error, non-zero, nothing left, no hang
 
 

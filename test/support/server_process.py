@@ -26,13 +26,15 @@ from .engine import HOST, START_TIMEOUT_S, free_port, wait_until_healthy
 
 
 class ServerProcess:
-    def __init__(self, arguments: list[str], environment: dict[str, str], port: int) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], port: int, program: list[str]
+    ) -> None:
         self.port = port
         self.url = f"http://{HOST}:{port}"
         self._seen: dict[int, psutil.Process] = {}
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sglang.launch_server", *arguments],
+            [sys.executable, *program, *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -117,17 +119,19 @@ def launched_server(
     ray_address: str,
     port: int | None = None,
     environment: dict[str, str] | None = None,
+    program: tuple[str, ...] = ("-m", "sglang.launch_server"),
 ) -> Iterator[ServerProcess]:
     """Start it; whatever is left of it is killed by id at the end.
 
     Args:
         ray_address: `local` for a Ray of its own, else the address of the cluster that it joins.
+        program: what Python runs; a script that takes the same arguments, for tests of `run_server` itself.
     """
     port = port or free_port()
     command = ["--ray", "--model-path", str(model_path), "--device", "cpu", "--dtype", "float32"]
     command += ["--host", HOST, "--port", str(port), "--max-total-tokens", "8192", *arguments]
     server = ServerProcess(
-        command, os.environ | {"RAY_ADDRESS": ray_address} | (environment or {}), port
+        command, os.environ | {"RAY_ADDRESS": ray_address} | (environment or {}), port, [*program]
     )
     try:
         yield server

@@ -205,7 +205,7 @@ def test_a_rank_answers_while_its_loop_runs(hosted):
 
 
 def test_a_prompt_without_tokens_is_refused_and_ends_nothing(hosted, port):
-    answer = requests.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": []}, timeout=60)
+    answer = requests.post(f"http://127.0.0.1:{port}/generate", json={"text": ""}, timeout=60)
     assert answer.status_code == 400
     assert "no tokens" in answer.text
     assert healthy(port)
