@@ -184,11 +184,12 @@ from sglang.launch_server import run_server
 from sglang.srt.ray import use_placement_group
 from sglang.srt.server_args import prepare_server_args
 
-ray.init(log_to_driver=False)
-os.environ["SGLANG_RAY_BUNDLE_INDICES"] = "1"
-with use_placement_group(placement_group([{"CPU": 0.5}, {"CPU": 1}])) as group:
-    print("group", group.id.hex(), flush=True)
-    run_server(prepare_server_args(sys.argv[1:]))
+if __name__ == "__main__":  # the detokenizer's process imports this file again
+    ray.init(log_to_driver=False)
+    os.environ["SGLANG_RAY_BUNDLE_INDICES"] = "1"
+    with use_placement_group(placement_group([{"CPU": 0.5}, {"CPU": 1}])) as group:
+        print("group", group.id.hex(), flush=True)
+        run_server(prepare_server_args(sys.argv[1:]))
 """
 
 

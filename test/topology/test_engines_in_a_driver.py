@@ -35,13 +35,15 @@ DRIVER = """
 import json, sys, time, ray
 from sglang.srt.ray import RayEngine
 
-address, model = sys.argv[1:]
-ray.init(address=address, log_to_driver=False)
-engine = RayEngine(model_path=model, device="cpu", dtype="float32", max_total_tokens=4096, sleep_on_idle=True)
-engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
-ports = {name: value for name, value in vars(engine.port_args).items() if isinstance(value, str)}
-print(json.dumps(ports), flush=True)
-time.sleep(600)
+if __name__ == "__main__":  # the detokenizer's process imports this file again
+    address, model = sys.argv[1:]
+    ray.init(address=address, log_to_driver=False)
+    options = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "sleep_on_idle": True}
+    engine = RayEngine(model_path=model, **options)
+    engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
+    ports = {name: value for name, value in vars(engine.port_args).items() if isinstance(value, str)}
+    print(json.dumps(ports), flush=True)
+    time.sleep(600)
 """
 
 
@@ -195,7 +197,12 @@ def test_a_killed_driver_leaves_nothing(engines, group, cluster, tiny_qwen, tmp_
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_for(lambda: "scheduler_input_ipc_name" in log.read_text(), "the engine", 300)
+
+        def ready() -> bool:
+            assert driver.poll() is None, log.read_text()[-3000:]
+            return "scheduler_input_ipc_name" in log.read_text()
+
+        wait_for(ready, "the driver's engine", 300)
         processes = {*engine_processes(), *driver.children(recursive=True)}
         files = {path for path in sockets_in(log.read_text()) if path.exists()}
         files |= shared_memory([driver, *processes])
@@ -203,7 +210,8 @@ def test_a_killed_driver_leaves_nothing(engines, group, cluster, tiny_qwen, tmp_
         assert files
         assert live_groups() == 1
     finally:
-        driver.kill()
+        if driver.poll() is None:
+            driver.kill()
         driver.wait(10)
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive

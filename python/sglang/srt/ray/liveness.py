@@ -135,7 +135,9 @@ def cause_of(error: ray.exceptions.RayError) -> str:
     """The line that says what went wrong on the rank, out of Ray's long report."""
     cause = getattr(error, "cause", None)
     if cause is not None and not isinstance(cause, ray.exceptions.RayError):
-        return f"{type(cause).__name__}: {cause}{_where(error)}"
+        # The first line says it; torch appends dozens, such as every backend that an operator exists for.
+        first_line = str(cause).strip().partition("\n")[0]
+        return f"{type(cause).__name__}: {first_line}{_where(error)}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return (errors or lines or [repr(error)])[-1]
