@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import ray
-from leftovers import engine_processes, wait_for
+from leftovers import engine_processes, free_port, wait_for
 from ray.util.placement_group import placement_group, remove_placement_group
 from support.local_ray import local_ray
 from tiny_qwen import greedy_by_transformers
@@ -129,6 +129,32 @@ class AsyncHost:
             engine.shutdown()
         return [[one["output_ids"] for one in way] for way in (synchronous, awaited)], verbs, source
 
+    async def serve(self, arguments: dict[str, Any], prompts: Any, sampling: Any) -> Any:
+        import asyncio
+        import threading
+
+        import requests
+
+        from sglang.srt.ray import launch_engine, serve_http
+        from sglang.srt.server_args import ServerArgs
+
+        server_args = ServerArgs(**arguments)
+        engine = launch_engine(server_args)
+        up = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ready = {"on_ready": lambda: loop.call_soon_threadsafe(up.set)}
+        server = threading.Thread(target=serve_http, args=(engine, server_args), kwargs=ready)
+        server.start()
+        try:
+            await asyncio.wait_for(up.wait(), 120)
+            body = {"input_ids": prompts, "sampling_params": sampling}
+            url = f"http://127.0.0.1:{server_args.port}/generate"
+            answer = await asyncio.to_thread(requests.post, url, json=body, timeout=120)
+        finally:
+            engine.shutdown()
+            server.join(30)
+        return [one["output_ids"] for one in answer.json()], server.is_alive()
+
 
 @pytest.mark.parametrize("name", ["tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)])
 def test_in_an_async_actor_on_its_own_node_sized_group(tiny_qwen, expected, name):
@@ -147,6 +173,18 @@ def test_in_an_async_actor_on_its_own_node_sized_group(tiny_qwen, expected, name
     finally:
         ray.kill(host)
         remove_placement_group(group)
+
+
+@pytest.mark.slow
+def test_an_async_actor_launches_and_serves(tiny_qwen, expected):
+    host = AsyncHost.options(num_cpus=0).remote()
+    try:
+        call = host.serve.remote(arguments(tiny_qwen, {"port": free_port()}), PROMPTS, SAMPLING)
+        tokens, still_serving = ray.get(call, timeout=300)
+        assert tokens == expected
+        assert not still_serving
+    finally:
+        ray.kill(host)
 
 
 @pytest.mark.slow
