@@ -183,6 +183,7 @@ def test_a_killed_detokenizer_ends_its_engine_and_the_driver_is_told(engines):
     wait_for(lambda: not engine_processes(), "the end of its rank, unasked")
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing(engines, group, cluster, tiny_qwen, tmp_path):
     for engine in engines:
         engine.shutdown()

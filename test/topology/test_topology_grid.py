@@ -1,12 +1,11 @@
 """The whole grid of topologies and groups, 4 ranks included: same tokens as transformers for each.
 
 `make test-slow ARGS=test/topology/test_topology_grid.py` runs the whole of it. On every push runs a part in which each
-topology of two ranks, each origin of a group and each kind of caller occurs, spread over this folder:
+topology of two ranks occurs, on groups of several origins, spread over this folder and the client's:
 
 | topology | group | caller |
 |---|---|---|
-| TP=2 | keyword, chosen bundles | threaded actor, served over HTTP (`test_tp2_in_an_actor.py`) |
-| TP=2 | current, node-sized | async actor (here) |
+| TP=2 | keyword, chosen bundles | actor, served over HTTP (`test/client`) |
 | TP=2 | keyword, a bundle a node | driver, two raylets (`test_two_raylets.py`) |
 | PP=2 | own | driver, two raylets (`test_two_raylets.py`) |
 | PP=2 | own | driver (`test_starts_in_a_row.py`) |
@@ -156,7 +155,8 @@ class AsyncHost:
         return [one["output_ids"] for one in answer.json()], server.is_alive()
 
 
-@pytest.mark.parametrize("name", ["tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2", "tp2-dp2"])
 def test_in_an_async_actor_on_its_own_node_sized_group(tiny_qwen, expected, name):
     topology = TOPOLOGIES[name]
     group = placement_group([{"CPU": 1 + ranks_of(topology)}])

@@ -23,6 +23,8 @@ from tiny_qwen import greedy_by_transformers
 
 from sglang.srt.ray import get_scheduler_actor_name
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 17, 300, 22], [8, 9], [100, 101, 102, 103, 104, 105, 7], [44]]
 NEW_TOKENS = 12
 NAMESPACE = "their-engines"
