@@ -15,6 +15,7 @@ import ray
 
 from sglang.srt.distributed.rank_parallelism import RankParallelismConfig
 from sglang.srt.entrypoints.engine_info_server import RankKey
+from sglang.srt.ray.rank_state import rank_state
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
@@ -54,6 +55,11 @@ class SchedulerActorVerbs:
         from sglang.srt.entrypoints.rank_registration import this_rank
 
         return this_rank(), RankParallelismConfig.of_this_process()
+
+    @ray.method(concurrency_group="control")
+    def engine_state(self) -> dict[str, Any]:
+        """Whether this rank is paused or asleep, and how many requests it has; see `rank_state.py`."""
+        return rank_state(self.scheduler)
 
     @ray.method(concurrency_group="control")
     def weight_layout(self) -> WeightLayout:

@@ -17,6 +17,7 @@ from typing import Any
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.ray.liveness import EngineFailedError
+from sglang.srt.ray.memory_occupation import check_answers
 from sglang.srt.utils.common import get_or_create_event_loop
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,25 @@ class HostedTokenizerManager(TokenizerManager):
             self.rid_to_state.pop(state.obj.rid, None)
             raise self.failure
         return await super()._handle_abort_finish_reason(out, state, is_stream)
+
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        """As upstream's, and raises what a rank refuses.
+
+        Raises:
+            MemoryOccupationError: requests run, or a tag is unknown. Nothing was released.
+        """
+        self.auto_create_handle_loop()
+        answers = await self._fan_out("release_memory_occupation", obj)
+        check_answers("release_memory_occupation", answers)
+
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        """As upstream's, and raises what a rank refuses."""
+        self.auto_create_handle_loop()
+        answers = await self._fan_out("resume_memory_occupation", obj)
+        check_answers("resume_memory_occupation", answers)
+
+    async def _fan_out(self, verb: str, obj: Any) -> Any:
+        return await getattr(self, f"{verb}_communicator")(obj)  # upstream makes these by name
 
     def close(self) -> None:
         """Let go of tasks and sockets, on the loop's thread if it still runs. The engine is of no use afterwards."""

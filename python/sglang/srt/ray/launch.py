@@ -143,7 +143,7 @@ def serve_http(
         if (stop_server := engine.tokenizer_manager._server_stop_hook) is not None:
             stop_server()
 
-    app.add_exception_handler(EngineFailedError, _answer_failure)
+    app.add_exception_handler(EngineFailedError, answer_failure)
     add_weight_routes(app, getattr(engine.tokenizer_manager, "weight_fence", None))
     with only_server(engine):
         ranks.watch.on_failure(stop_soon)
@@ -161,7 +161,7 @@ def serve_http(
         raise ranks.watch.failure
 
 
-async def _answer_failure(request: Any, failure: Exception) -> Any:
+async def answer_failure(request: Any, failure: Exception) -> Any:
     from fastapi.responses import JSONResponse
 
     error = {"type": type(failure).__name__, "message": str(failure), "code": 503}

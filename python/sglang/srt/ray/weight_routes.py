@@ -114,9 +114,14 @@ def _fence(request: Request) -> Any:
     return fence
 
 
+def status_of_weight_error(error: Exception) -> HTTPStatus:
+    """The HTTP status of a `WeightSyncError`."""
+    return next(code for kind, code in _STATUS_OF if isinstance(error, kind))
+
+
 async def answer_with_error(_request: Request, error: Exception) -> JSONResponse:
     """A weight error as JSON: its class, its text and where it happened."""
-    status = next(code for kind, code in _STATUS_OF if isinstance(error, kind))
+    status = status_of_weight_error(error)
     where = {name: getattr(error, name, None) for name in ("engine", "rank", "tensor", "phase")}
     message = getattr(error, "message", str(error))
     content = {"error": {"type": type(error).__name__, "message": message, **where}}

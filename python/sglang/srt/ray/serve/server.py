@@ -1,0 +1,217 @@
+"""One replica: an engine that the replica's own process launched, behind Serve's handles.
+
+Requests are handed to SGLang's own application in this process (`hosted_app.py`), control verbs to `verbs.py`; a fleet,
+where there is one, steers the replica through `agent.py`. Ray's stock SGLangServer is replaced, not derived from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from sglang.srt.ray.serve.exchange import Head, HttpCall, refusal
+from sglang.srt.ray.serve.openai_methods import OpenAIMethods
+from sglang.srt.ray.serve.options import deployment_options, server_arguments
+from sglang.srt.ray.serve.results import ReplicaResult
+
+if TYPE_CHECKING:
+    from ray.serve.llm import LLMConfig
+
+    from sglang.srt.ray.serve.agent import FleetAgent
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 60.0
+REPLICA_HEADER = "x-sglang-replica"
+"""In every answer: which replica gave it."""
+
+
+class SGLangServer(OpenAIMethods):
+    """`LLMConfig(server_cls="sglang.srt.ray.serve:SGLangServer")`. All methods run on the replica's event loop."""
+
+    async def __init__(self, llm_config: LLMConfig, *, fleet: Any = None) -> None:  # type: ignore[misc]
+        """Launch the engine and answer its first request; Serve routes to the replica once this returns.
+
+        Args:
+            llm_config: what to serve.
+            fleet: handle of the model's `FleetControl`; None with a builder that knows none.
+
+        Raises:
+            LaunchError, PlacementError, ValueError: the engine could not be started; nothing is left of it.
+        """
+        from sglang.srt.ray.launch import launch_engine
+        from sglang.srt.ray.serve.hosted_app import HostedApp
+        from sglang.srt.ray.serve.verbs import ReplicaVerbs
+        from sglang.srt.server_args import ServerArgs
+
+        self._llm_config = llm_config
+        self.replica_id = _replica_id()
+        arguments = server_arguments(llm_config) | {"use_ray": True, "port": _free_port()}
+        if llm_config.log_engine_metrics:
+            arguments["enable_metrics"] = True
+            arguments.setdefault("extra_metric_labels", _metric_labels())
+        server_args = ServerArgs(**arguments)
+        self._engine = await asyncio.to_thread(launch_engine, server_args)
+        try:
+            self._app = HostedApp(self._engine, server_args)
+            await self._app.start()
+            self._verbs = ReplicaVerbs(self._engine)
+            self._agent = await self._joined(fleet)
+        except BaseException:
+            await asyncio.to_thread(self._engine.shutdown)
+            raise
+
+    async def _joined(self, fleet: Any) -> FleetAgent | None:
+        """The connection to the fleet, once it lets this replica serve."""
+        if fleet is None:
+            return None
+        from sglang.srt.ray.serve.agent import FleetAgent
+
+        info = {
+            "actor": ray.get_runtime_context().current_actor,
+            "ranks": list(self._engine.scheduler_actors),
+            "node": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
+        agent = FleetAgent(fleet, self.replica_id, info, self._verbs.perform)
+        wanted = await agent.join()
+        if wanted.paused is not None:
+            await self._verbs.pause(mode=wanted.paused, deadline_s=CONTROL_TIMEOUT_S)
+        await agent.admit()
+        return agent
+
+    # Serving
+
+    async def http(self, call: HttpCall) -> AsyncIterator[Head | bytes]:
+        """A client's request, answered by SGLang's own endpoint: the head, then the body in pieces."""
+        if self._verbs.asleep:
+            head, body = refusal(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "EngineAsleepError",
+                f"this engine released {self._verbs.asleep!r}: wake it up first (POST /wakeup)",
+            )
+            yield head
+            yield body
+            return
+        async with contextlib.aclosing(self._app.exchange(call)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                if isinstance(piece, Head):
+                    piece = piece.with_headers({REPLICA_HEADER: self.replica_id})
+                yield piece
+
+    # Control: for a fleet's command, a handle's `broadcast` and Ray's own protocol alike
+
+    async def control(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] | None = None,
+        deadline_s: float = CONTROL_TIMEOUT_S,
+    ) -> ReplicaResult:
+        """Perform a verb on this replica; what became of it is in the result, which says who answers."""
+        from sglang.srt.ray.serve.agent import perform_within
+
+        return await perform_within(
+            self._verbs.perform, self.replica_id, verb, arguments or {}, deadline_s
+        )
+
+    async def pause(self, **options: Any) -> Mapping[str, Any]:
+        return await self._verbs.pause(deadline_s=CONTROL_TIMEOUT_S, **options)
+
+    async def resume(self) -> Mapping[str, Any]:
+        return await self._verbs.resume(deadline_s=CONTROL_TIMEOUT_S)
+
+    async def is_paused(self) -> bool:
+        return bool((await self._verbs.state())["paused"])
+
+    async def sleep(self, tags: Sequence[str] | None = None) -> Mapping[str, Any]:
+        return await self._verbs.sleep(tags=tags, deadline_s=CONTROL_TIMEOUT_S)
+
+    async def wakeup(self, tags: Sequence[str] | None = None) -> Mapping[str, Any]:
+        return await self._verbs.wakeup(tags=tags, deadline_s=CONTROL_TIMEOUT_S)
+
+    async def is_sleeping(self) -> bool:
+        return bool((await self._verbs.state())["asleep"])
+
+    async def reset_prefix_cache(self) -> Mapping[str, Any]:
+        return await self._verbs.reset_prefix_cache(deadline_s=CONTROL_TIMEOUT_S)
+
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> Mapping[str, Any]:
+        return await self._verbs.collective_rpc(
+            method=method, args=args, deadline_s=CONTROL_TIMEOUT_S
+        )
+
+    async def start_profile(self, **options: Any) -> Mapping[str, Any]:
+        return await self._verbs.start_profile(deadline_s=CONTROL_TIMEOUT_S, **options)
+
+    async def stop_profile(self) -> Mapping[str, Any]:
+        return await self._verbs.stop_profile(deadline_s=CONTROL_TIMEOUT_S)
+
+    # Life
+
+    async def start(self) -> None:
+        """Of Ray's protocol; everything is started by the constructor."""
+
+    async def check_health(self) -> None:
+        """Called by Serve every `health_check_period_s`; a dead rank, detokenizer or router fails it at once.
+
+        Raises:
+            EngineFailedError: naming the part that died; Serve replaces the replica.
+        """
+        if (failure := self._engine.failure) is not None:
+            raise failure
+
+    async def llm_config(self) -> LLMConfig:
+        return self._llm_config
+
+    async def __del__(self) -> None:
+        """Called by Serve, once, when it stops the replica."""
+        if getattr(self, "_engine", None) is None:
+            return  # the launch failed, and left nothing
+        if self._agent is not None:
+            await self._agent.leave()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._app.stop()
+        await asyncio.to_thread(self._engine.shutdown)
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
+        """Called by `build_llm_deployment`."""
+        return deployment_options(llm_config)
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        raise RuntimeError(
+            "direct streaming (RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING) is refused: it goes around the ingress, which "
+            "holds sessions to their replica and answers for every replica of the fleet; unset it"
+        )
+
+
+def _replica_id() -> str:
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def _metric_labels() -> dict[str, str]:
+    from ray import serve
+
+    replica = serve.get_replica_context().replica_id
+    return {
+        "application": replica.deployment_id.app_name,
+        "deployment": replica.deployment_id.name,
+        "replica": replica.unique_id,
+    }
+
+
+def _free_port() -> int:
+    """A port that nobody has now; SGLang derives the ports of its internal sockets from it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

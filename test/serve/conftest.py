@@ -1,0 +1,34 @@
+"""One Serve application with two replicas for all tests of this folder that don't kill or rescale it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.serve_app import ServedApp, llm_config, running_app
+
+
+@pytest.fixture(scope="session")
+def serve_ray() -> Iterator[str]:
+    """A local Ray with room for a third replica."""
+    from support.local_ray import local_ray
+
+    with local_ray(num_cpus=4) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def session_app(serve_ray: str, tiny_model: Path) -> Iterator[ServedApp]:
+    with running_app(llm_config(tiny_model)) as app:
+        app.wait_for_replicas(2)
+        yield app
+
+
+@pytest.fixture
+def served(session_app: ServedApp) -> ServedApp:
+    """The session's application: two replicas, awake and not paused."""
+    session_app.post("/wakeup")
+    session_app.post("/resume")
+    session_app.wait_for_replicas(2)
+    return session_app
