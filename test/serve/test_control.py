@@ -49,7 +49,9 @@ def test_a_flush_that_the_engines_refuse_is_a_failure(served: ServedApp) -> None
     }
     with requests.post(f"{served.url}/generate", json=body, stream=True, timeout=60) as running:
         next(running.iter_lines())
-        answer = served.post("/reset_prefix_cache", {"deadline_s": 2})
+        assert outcomes(served.post("/pause", {"mode": "in_place"})) == ["ok", "ok"]
+        answer = served.post("/reset_prefix_cache", {"deadline_s": 1})
+        served.post("/resume")
     assert answer.status_code == requests.codes.multi_status
     assert sorted(outcomes(answer)) == ["ok", "refused"]
     assert "not flushed" in answer.text

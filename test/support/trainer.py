@@ -76,3 +76,31 @@ def start_trainer(config: Any = None) -> Any:
     """The actor; the caller kills it."""
     actor_class = ray.remote(num_cpus=0, enable_tensor_transport=True)(Trainer)
     return actor_class.remote(config)
+
+
+class ServeTrainer(Trainer):
+    """Publishes to the replicas of a Serve application."""
+
+    def connect_serve(self, app_name: str, model_id: str, **options: Any) -> None:
+        from sglang.srt.ray import WeightPublisher
+        from sglang.srt.ray.serve import connect_replicas
+
+        self._publisher = WeightPublisher.connect(connect_replicas(app_name, model_id), **options)
+
+    def connect_one(self, app_name: str, model_id: str, replica: str) -> None:
+        """To one replica only, as a publisher that connected before the others started."""
+        from sglang.srt.ray import WeightPublisher
+        from sglang.srt.ray.serve import connect_replicas
+
+        chosen = [
+            control
+            for control in connect_replicas(app_name, model_id)
+            if control.name.endswith(replica)
+        ]
+        self._publisher = WeightPublisher.connect(chosen)
+
+
+def start_serve_trainer(config: Any = None) -> Any:
+    """The actor; the caller kills it."""
+    actor_class = ray.remote(num_cpus=0, enable_tensor_transport=True)(ServeTrainer)
+    return actor_class.remote(config)

@@ -16,6 +16,7 @@ import ray
 from sglang.srt.distributed.rank_parallelism import RankParallelismConfig
 from sglang.srt.entrypoints.engine_info_server import RankKey
 from sglang.srt.ray.rank_state import rank_state
+from sglang.srt.ray.weight_lending import send_weights
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
@@ -119,6 +120,14 @@ class SchedulerActorVerbs:
             layout_fingerprint=layout_fingerprint,
             digests=digests,
             deadline_s=deadline_s,
+        )
+
+    @ray.method(concurrency_group="weights")
+    def send_weights_to(self, receiver: Any, transaction: str, deadline_s: float) -> PullReport:
+        """Have another engine's same rank pull this rank's live weights, verified; see `weight_lending.py`."""
+        self._weight_receiver()  # refuses without weight sync
+        return send_weights(
+            self.scheduler, receiver, transaction=transaction, deadline_s=deadline_s
         )
 
     @ray.method(concurrency_group="weights")

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from sglang.srt.ray.serve.fleet import Wanted
+from sglang.srt.ray.serve.publication import PublishedWeights
 from sglang.srt.ray.serve.results import ReplicaResult, described
 from sglang.srt.ray.serve.roster import Command
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 5.0
 _RETRY_S = 0.5
-JOIN_TIMEOUT_S = 60.0
+FLEET_TIMEOUT_S = 60.0
 
 Perform = Callable[[str, Mapping[str, Any], float], Awaitable[Mapping[str, Any]]]
 
@@ -59,43 +60,59 @@ def _log_late_end(task: asyncio.Future[Any]) -> None:
 class FleetAgent:
     """Keeps one replica in touch with its `FleetControl`."""
 
-    def __init__(self, fleet: Any, replica: str, info: Mapping[str, Any], perform: Perform) -> None:
+    def __init__(
+        self,
+        fleet: Any,
+        replica: str,
+        info: Mapping[str, Any],
+        *,
+        perform: Perform,
+        serves: Callable[[], PublishedWeights | None],
+    ) -> None:
         """Args:
         fleet: the FleetControl deployment's handle.
         replica: Serve's id of this replica.
         info: what the fleet keeps of it; see `roster.Member`.
         perform: performs a verb on this replica's engine.
+        serves: the published weights that this replica holds; None while it has its checkpoint's.
         """
         self._fleet = fleet
         self._replica = replica
         self._info = dict(info)
         self._perform = perform
+        self._serves = serves
         self._serving = False
         self._task: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    async def join(self) -> Wanted:
+    async def join(self) -> None:
         """Tell the fleet that the engine is up, and begin to obey.
 
         Raises:
             TimeoutError: the fleet's deployment did not answer.
         """
-        wanted: Wanted = await asyncio.wait_for(
-            self._fleet.join.remote(self._replica, self._info), JOIN_TIMEOUT_S
-        )
+        serves = self._serves() if self._serving else None
+        await self._ask("join", self._info, serves)
         if self._task is None:
             self._task = asyncio.ensure_future(self._obey())
+
+    async def wanted(self) -> Wanted:
+        """What this replica has to be brought to before it serves."""
+        wanted: Wanted = await self._ask("wanted")
         return wanted
 
-    async def admit(self) -> None:
-        """Serve requests from now on.
-
-        Raises:
-            TimeoutError: the fleet's deployment did not answer.
-        """
-        while not await asyncio.wait_for(self._fleet.admit.remote(self._replica), JOIN_TIMEOUT_S):
+    async def admit(self, version: str, generation: int) -> bool:
+        """Ask for permission to serve; False: look again what is wanted."""
+        self._serving = False
+        admission = await self._ask("admit", version, generation)
+        if admission == "join":
             await self.join()
-        self._serving = True
+        self._serving = admission == "serve"
+        return self._serving
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        call = getattr(self._fleet, method).remote(self._replica, *arguments)
+        return await asyncio.wait_for(call, FLEET_TIMEOUT_S)
 
     async def leave(self) -> None:
         """The replica ends."""
@@ -109,9 +126,7 @@ class FleetAgent:
             try:
                 commands = await self._fleet.next_commands.remote(self._replica, _WAIT_S)
                 if commands is None:
-                    await self.join()
-                    if self._serving:
-                        await self.admit()
+                    await self._come_back()
                     continue
             except Exception as error:  # the fleet's replica is being replaced
                 logger.warning("the fleet did not answer, asking again: %r", error)
@@ -121,6 +136,16 @@ class FleetAgent:
                 task = asyncio.ensure_future(self._run(command))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
+
+    async def _come_back(self) -> None:
+        """The fleet's process was restarted and knows nobody."""
+        await self.join()
+        if self._serving and (serves := self._serves()) is not None:
+            wanted = await self.wanted()
+            while not await self.admit(serves.version, wanted.generation):
+                self._serving = True
+                await asyncio.sleep(_RETRY_S)
+                wanted = await self.wanted()
 
     async def _run(self, command: Command) -> None:
         result = await perform_within(

@@ -1,21 +1,26 @@
 """The one place that knows every replica of a model: a Serve deployment of one small replica without a CPU.
 
-Ingress and trainers steer the fleet through its handle (`call`, `weights`), replicas join and fetch their commands
-(`roster.py`). It also keeps what is wanted of the fleet, so that a replica which starts later is brought to the same
-state before it serves. If it dies Serve restarts it, and the replicas join again within seconds.
+Ingress and trainers steer the fleet through its handle (`call`), replicas join and fetch their commands (`roster.py`).
+It also keeps what is wanted of the fleet (paused or not, which weights), so that a replica which starts later is
+brought to the same state before it serves. If it dies Serve restarts it, and the replicas join again within seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
+from sglang.srt.ray.serve.publication import Publication, PublishedWeights
 from sglang.srt.ray.serve.results import ReplicaResult
 from sglang.srt.ray.serve.roster import Command, Member, Roster
+
+logger = logging.getLogger(__name__)
 
 OPTIONS: dict[str, Any] = {
     "num_replicas": 1,
@@ -23,6 +28,12 @@ OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0},
     "health_check_period_s": 2,
 }
+_SETTLE_S = 3.0
+"""After a restart: time for serving replicas to say which weights they hold, before a newcomer is admitted."""
+_HOLD_TIMEOUT_S = 10.0
+_CATCH_UP_TIMEOUT_S = 120.0
+
+Admission = Literal["serve", "join", "again"]
 
 
 def deployment_name(model_id: str) -> str:
@@ -31,11 +42,25 @@ def deployment_name(model_id: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A replica that holds the published weights."""
+
+    replica: str
+    ranks: Sequence[Any]
+    """SchedulerActor handles, in rank order."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a replica that joins has to be brought to before it serves."""
+    """What a replica has to be brought to before it serves."""
 
     paused: str | None
     """The mode in which the fleet is paused; None while it runs."""
+    weights: PublishedWeights | None
+    """None while the fleet serves its checkpoint."""
+    generation: int
+    """To be handed back with `admit`."""
+    peer: Peer | None
 
 
 class FleetControl:
@@ -43,22 +68,46 @@ class FleetControl:
 
     def __init__(self) -> None:
         self._roster = Roster(_process_is_dead)
+        self._publication = Publication()
         self._paused: str | None = None
+        self._started_at = time.monotonic()
+        self._held: set[str] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     # What replicas call
 
-    async def join(self, replica: str, info: Mapping[str, Any]) -> Wanted:
-        """A replica's engine is up; it serves nothing yet."""
-        self._roster.join(replica, info)
-        return Wanted(paused=self._paused)
+    async def join(
+        self, replica: str, info: Mapping[str, Any], serves: PublishedWeights | None = None
+    ) -> None:
+        """A replica's engine is up, or this process was restarted.
 
-    async def admit(self, replica: str) -> bool:
-        """Ask for permission to serve. False: `join` again, this process was restarted."""
+        Args:
+            serves: the published weights that it serves already.
+        """
+        self._roster.join(replica, info)
+        if serves is not None:
+            self._publication.remember(serves)
+
+    async def wanted(self, replica: str) -> Wanted:
+        """What `replica` has to be brought to, and a peer to get the weights from."""
+        return Wanted(
+            paused=self._paused,
+            weights=self._publication.published,
+            generation=self._publication.generation,
+            peer=self._peer_of(replica),
+        )
+
+    async def admit(self, replica: str, version: str, generation: int) -> Admission:
+        """Ask for permission to serve. `join` first when this process was restarted; `again` look what is wanted."""
+        if time.monotonic() - self._started_at < _SETTLE_S:
+            return "again"
         member = self._roster.find(replica)
         if member is None:
-            return False
+            return "join"
+        if not self._publication.may_serve(version, generation):
+            return "again"
         member.serving = True
-        return True
+        return "serve"
 
     async def leave(self, replica: str) -> None:
         self._roster.leave(replica)
@@ -90,6 +139,36 @@ class FleetControl:
             self._paused = None
         return await self._roster.call(verb, arguments, deadline_s=deadline_s, only=only)
 
+    async def steer_weights(
+        self, replica: str, verb: str, arguments: Mapping[str, Any], deadline_s: float
+    ) -> ReplicaResult:
+        """One step of a publisher's transaction on one replica; `ServeEngineControl` calls it.
+
+        Before the first replica resumes with new weights, those that the publisher doesn't know of (they started after
+        it connected) are held, and afterwards brought to the same weights by a peer.
+        """
+        transaction = str(arguments.get("transaction"))
+        if verb == "weight_open":
+            request = arguments["request"]
+            self._publication.opened(
+                request["transaction"],
+                replica,
+                version=request["version"],
+                sequence=request["sequence"],
+                ttl_s=request["ttl_s"],
+            )
+        elif verb == "weight_abort":
+            self._publication.aborted(transaction)
+        resumes = verb == "weight_resume" or (verb == "weight_seal" and arguments["resume"])
+        if resumes:
+            await self._hold_others(self._publication.covers(transaction))
+        (result,) = await self._roster.call(verb, arguments, deadline_s=deadline_s, only=[replica])
+        if resumes and result.outcome == "ok":
+            self._held.discard(replica)
+            self._publication.committed(transaction)
+            self._catch_up()
+        return result
+
     async def replicas(self) -> list[dict[str, Any]]:
         """Who is in the fleet: id, node, pid, whether it serves, whether it died. JSON values."""
         return [
@@ -103,13 +182,60 @@ class FleetControl:
             for member in self._roster.members
         ]
 
+    async def receivers(self) -> dict[str, list[Any]]:
+        """Replicas that a publisher has to bring to a version: id -> SchedulerActor handles in rank order.
+
+        Those that serve. Newcomers get what is published from one of them; with none, they wait for a publisher.
+        """
+        living = self._roster.living
+        chosen = [member for member in living if member.serving] or living
+        return {member.id: list(member.info["ranks"]) for member in chosen}
+
     async def ranks(self, replica: str) -> list[Any]:
         """SchedulerActor handles of one replica, in rank order."""
         member = self._roster.find(replica)
         return [] if member is None else list(member.info["ranks"])
 
-    async def check_health(self) -> None:
-        """Nothing can be wrong that an answer would not show."""
+    # Replicas that a publisher does not know of
+
+    def _peer_of(self, replica: str) -> Peer | None:
+        for member in self._roster.living:
+            if member.serving and member.id != replica:
+                return Peer(replica=member.id, ranks=list(member.info["ranks"]))
+        return None
+
+    async def _hold_others(self, covered: set[str]) -> None:
+        """Have serving replicas hold that a committing transaction does not cover. `covered` is empty once it has."""
+        stale = [m.id for m in self._roster.living if m.serving and m.id not in covered]
+        if not covered or not stale:
+            return
+        for member in self._roster.living:
+            member.serving = member.serving and member.id in covered
+        self._held.update(stale)
+        results = await self._roster.call(
+            "pause", {"mode": "retract"}, deadline_s=_HOLD_TIMEOUT_S, only=stale
+        )
+        for result in results:
+            if result.outcome not in ("ok", "dead"):
+                logger.error("replica %s could not be held: %s", result.replica, result.error)
+
+    def _catch_up(self) -> None:
+        held, self._held = self._held, set()
+        for replica in held:
+            self._in_background(self._bring_up_to_date(replica))
+
+    async def _bring_up_to_date(self, replica: str) -> None:
+        """It serves nothing meanwhile; one that can't fails its health check, and Serve replaces it."""
+        (result,) = await self._roster.call(
+            "catch_up", {}, deadline_s=_CATCH_UP_TIMEOUT_S, only=[replica]
+        )
+        if result.outcome != "ok":
+            logger.error("replica %s has not caught up: %s", replica, result.error)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
 async def _process_is_dead(member: Member) -> bool:

@@ -53,6 +53,7 @@ class SGLangServer(OpenAIMethods):
         from sglang.srt.server_args import ServerArgs
 
         self._llm_config = llm_config
+        self._broken: Exception | None = None
         self.replica_id = _replica_id()
         arguments = server_arguments(llm_config) | {"use_ray": True, "port": _free_port()}
         if llm_config.log_engine_metrics:
@@ -74,6 +75,7 @@ class SGLangServer(OpenAIMethods):
         if fleet is None:
             return None
         from sglang.srt.ray.serve.agent import FleetAgent
+        from sglang.srt.ray.serve.joining import become_current, published_weights
 
         info = {
             "actor": ray.get_runtime_context().current_actor,
@@ -81,12 +83,32 @@ class SGLangServer(OpenAIMethods):
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
         }
-        agent = FleetAgent(fleet, self.replica_id, info, self._verbs.perform)
-        wanted = await agent.join()
-        if wanted.paused is not None:
-            await self._verbs.pause(mode=wanted.paused, deadline_s=CONTROL_TIMEOUT_S)
-        await agent.admit()
+        agent = FleetAgent(
+            fleet,
+            self.replica_id,
+            info,
+            perform=self._perform,
+            serves=lambda: published_weights(self._engine),
+        )
+        await agent.join()
+        await become_current(agent, self._engine, self._verbs, self.replica_id)
         return agent
+
+    async def _perform(
+        self, verb: str, arguments: Mapping[str, Any], deadline_s: float
+    ) -> Mapping[str, Any]:
+        """What the fleet commands: a control verb, or to catch up with what was published without this replica."""
+        if verb != "catch_up":
+            return await self._verbs.perform(verb, arguments, deadline_s)
+        from sglang.srt.ray.serve.joining import become_current
+
+        assert self._agent is not None
+        try:
+            await become_current(self._agent, self._engine, self._verbs, self.replica_id)
+        except Exception as error:
+            self._broken = error
+            raise
+        return await self._verbs.state()
 
     # Serving
 
@@ -164,9 +186,12 @@ class SGLangServer(OpenAIMethods):
 
         Raises:
             EngineFailedError: naming the part that died; Serve replaces the replica.
+            WeightSyncError: this replica could not take over the published weights.
         """
         if (failure := self._engine.failure) is not None:
             raise failure
+        if self._broken is not None:
+            raise self._broken
 
     async def llm_config(self) -> LLMConfig:
         return self._llm_config

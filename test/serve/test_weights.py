@@ -1,0 +1,93 @@
+"""A `WeightPublisher` brings both replicas to a version through Serve; outputs are checked against Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import requests
+from support.models import new_model
+from support.oracle import assert_serves
+from support.serve_app import MODEL, ServedApp
+from support.trainer import start_serve_trainer
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def trainer(session_app: ServedApp) -> Iterator[Any]:
+    actor = start_serve_trainer()
+    ray.get(actor.connect_serve.remote(session_app.name, MODEL), timeout=120)
+    yield actor
+    ray.kill(actor)
+
+
+def sync(trainer: Any, seed: int, version: str, **options: Any) -> Any:
+    return ray.get(trainer.sync.remote(seed, version, **options), timeout=120)
+
+
+def answers_of_both(served: ServedApp, length: int = 4) -> dict[str, Any]:
+    """One answer of each replica, by its id."""
+    answers: dict[str, Any] = {}
+    for _ in range(40):
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": length, "temperature": 0, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        response = served.post("/generate", body)
+        answers[response.headers["x-sglang-replica"]] = response.json()
+        if len(answers) == 2:
+            return answers
+    raise AssertionError(f"40 requests reached only {sorted(answers)}")
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
+def test_both_replicas_serve_the_new_weights_and_say_so(
+    served: ServedApp, trainer: Any, pause: str
+) -> None:
+    number = {"retract": 1, "in_place": 2, "abort": 3}[pause]
+    report = sync(trainer, 100 + number, str(number), pause=pause)
+    assert report.verified
+    assert len(report.ranks) == 2
+    model = new_model(100 + number)
+    for answer in answers_of_both(served).values():
+        assert answer["meta_info"]["weight_version"] == str(number)
+    for _ in range(4):
+        assert_serves(model, PROMPT, served.generate(PROMPT, 4))
+    status = served.get("/weight_sync")
+    assert [r["state"]["version"] for r in status.json()["replicas"]] == [str(number)] * 2
+
+
+def test_a_failed_sync_leaves_both_on_the_old_version_and_names_the_cause(
+    served: ServedApp, trainer: Any
+) -> None:
+    sync(trainer, 110, "10")
+    with pytest.raises(Exception, match=r"map to nothing|nowhere|typo"):
+        sync(trainer, 111, "11", rename={"model.norm.weight": "model.typo.weight"})
+    assert_serves(new_model(110), PROMPT, served.generate(PROMPT, 4))
+    status = served.get("/weight_sync").json()["replicas"]
+    assert [each["state"]["state"] for each in status] == ["SERVING", "SERVING"]
+
+
+def test_requests_that_run_during_a_sync_end_with_all_their_tokens(
+    served: ServedApp, trainer: Any
+) -> None:
+    sync(trainer, 120, "20")
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
+        "stream": True,
+    }
+    with requests.post(f"{served.url}/generate", json=body, stream=True, timeout=120) as running:
+        lines = running.iter_lines()
+        next(lines)
+        sync(trainer, 121, "21", pause="retract")
+        rest = [line for line in lines if line.startswith(b"data: {")]
+    import json
+
+    meta = json.loads(rest[-1].removeprefix(b"data: "))["meta_info"]
+    assert meta["completion_tokens"] == 400
+    assert meta["weight_version"] == "21"
