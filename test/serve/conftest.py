@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.serve_app import ServedApp, llm_config, running_app
+import ray
+from support.serve_app import MODEL, ServedApp, llm_config, running_app
+from support.trainer import start_serve_trainer
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +35,11 @@ def served(session_app: ServedApp) -> ServedApp:
     session_app.post("/resume")
     session_app.wait_for_replicas(2)
     return session_app
+
+
+@pytest.fixture(scope="session")
+def trainer(session_app: ServedApp) -> Iterator[Any]:
+    actor = start_serve_trainer()
+    ray.get(actor.connect_serve.remote(session_app.name, MODEL), timeout=120)
+    yield actor
+    ray.kill(actor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from typing import Any
 
 import pytest
@@ -10,18 +10,9 @@ import ray
 import requests
 from support.models import new_model
 from support.oracle import assert_serves
-from support.serve_app import MODEL, ServedApp
-from support.trainer import start_serve_trainer
+from support.serve_app import ServedApp
 
 PROMPT = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def trainer(session_app: ServedApp) -> Iterator[Any]:
-    actor = start_serve_trainer()
-    ray.get(actor.connect_serve.remote(session_app.name, MODEL), timeout=120)
-    yield actor
-    ray.kill(actor)
 
 
 def sync(trainer: Any, seed: int, version: str, **options: Any) -> Any:
@@ -86,8 +77,6 @@ def test_requests_that_run_during_a_sync_end_with_all_their_tokens(
         next(lines)
         sync(trainer, 121, "21", pause="retract")
         rest = [line for line in lines if line.startswith(b"data: {")]
-    import json
-
     meta = json.loads(rest[-1].removeprefix(b"data: "))["meta_info"]
     assert meta["completion_tokens"] == 400
     assert meta["weight_version"] == "21"

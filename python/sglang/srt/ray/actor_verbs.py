@@ -15,6 +15,7 @@ import ray
 
 from sglang.srt.distributed.rank_parallelism import RankParallelismConfig
 from sglang.srt.entrypoints.engine_info_server import RankKey
+from sglang.srt.ray.rank_requests import stages_of
 from sglang.srt.ray.rank_state import rank_state
 from sglang.srt.ray.weight_lending import send_weights
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
@@ -61,6 +62,11 @@ class SchedulerActorVerbs:
     def engine_state(self) -> dict[str, Any]:
         """Whether this rank is paused or asleep, and how many requests it has; see `rank_state.py`."""
         return rank_state(self.scheduler)
+
+    @ray.method(concurrency_group="control")
+    def request_stages(self, ids: Sequence[str]) -> dict[str, str]:
+        """Which of these requests this rank holds: id -> `queued` or `running`; see `rank_requests.py`."""
+        return stages_of(self.scheduler, ids)
 
     @ray.method(concurrency_group="control")
     def weight_layout(self) -> WeightLayout:

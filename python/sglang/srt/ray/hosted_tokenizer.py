@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import http
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.ray.held_requests import ABORT_MESSAGE, HeldRequests, ids_of
 from sglang.srt.ray.liveness import EngineFailedError
 from sglang.srt.ray.memory_occupation import check_answers
 from sglang.srt.utils.common import get_or_create_event_loop
@@ -37,6 +38,7 @@ class HostedTokenizerManager(TokenizerManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.failure: EngineFailedError | None = None
         self._failed = _Failed()
+        self._held = HeldRequests()
         self.report_failure: Callable[[EngineFailedError], None] = self.fail
         super().__init__(*args, **kwargs)
         for name, value in list(vars(self).items()):
@@ -134,6 +136,37 @@ class HostedTokenizerManager(TokenizerManager):
             self.rid_to_state.pop(state.obj.rid, None)
             raise self.failure
         return await super()._handle_abort_finish_reason(out, state, is_stream)
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """As upstream's; a request that is still held here can be ended by `end_held_request`."""
+        inner: Any = super().generate_request(obj, request)
+
+        def aborted() -> Any:
+            answers = [self._aborted_answer(rid) for rid in ids_of(obj)]
+            return answers[0] if obj.is_single else answers
+
+        async for answer in self._held.answers(obj, inner, aborted):
+            yield answer
+
+    def end_held_request(self, rid: str) -> bool:
+        """End a request that no scheduler knows yet; False when there is none."""
+        state = self.rid_to_state.get(rid)
+        return state is not None and not state.dispatched and self._held.end(rid)
+
+    def _aborted_answer(self, rid: str) -> dict[str, Any]:
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "id": rid,
+                "finish_reason": {"type": "abort", "message": ABORT_MESSAGE},
+                "weight_version": self.config_value("weight_version"),
+                "prompt_tokens": 0,
+                "completion_tokens": 0,
+                "cached_tokens": 0,
+                "output_token_logprobs": [],
+            },
+        }
 
     async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
         """As upstream's, and raises what a rank refuses.

@@ -6,5 +6,7 @@ from __future__ import annotations
 def prepare_rank_process() -> None:
     """Load the plugins, as forked schedulers do: their hooks replace classes that the scheduler imports."""
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.ray.rank_requests import make_aborts_exact
 
     load_plugins()  # type: ignore[no-untyped-call]
+    make_aborts_exact()

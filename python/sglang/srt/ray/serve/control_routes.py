@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from sglang.srt.ray.serve.ingress import this_ingress
-from sglang.srt.ray.serve.results import status_of, summary
+from sglang.srt.ray.serve.results import ReplicaResult, status_of, summary
 
 DEADLINE_S = 60.0
 
@@ -40,6 +40,11 @@ class MemoryBody(ControlBody):
 class RpcBody(ControlBody):
     method: str
     args: list[Any] = []
+
+
+class AbortBody(ControlBody):
+    rid: str | list[str] | None = None
+    abort_all: bool = False
 
 
 class ProfileBody(ControlBody):
@@ -76,6 +81,7 @@ def add_routes(app: FastAPI) -> None:
         app.add_api_route(f"/{verb}", _poster(verb, body), methods=["POST"], name=verb)
     for path, verb in _ASKED.items():
         app.add_api_route(f"/{path}", _asker(verb), methods=["GET"], name=path)
+    app.add_api_route("/abort_request", _abort_request, methods=["POST"])
     app.add_api_route("/replicas", _replicas, methods=["GET"])
     app.add_api_route("/health", _health, methods=["GET"])
 
@@ -117,6 +123,33 @@ async def control(
 
 def unauthorized() -> JSONResponse:
     return JSONResponse({"error": "Unauthorized"}, status_code=HTTPStatus.UNAUTHORIZED)
+
+
+async def _abort_request(request: Request, body: AbortBody) -> JSONResponse:
+    """Every replica is asked, and the one that holds a request ends it; `requests` says what became of each id."""
+    rids = [body.rid] if isinstance(body.rid, str) else body.rid
+    if body.abort_all == bool(rids):
+        message = "give either rid (an id, or a list of them) or abort_all=true"
+        return JSONResponse({"error": {"message": message}}, HTTPStatus.BAD_REQUEST)
+    handles = this_ingress().handles(body.model)
+    if not handles.keys.allow(request):
+        return unauthorized()
+    arguments = {"rids": rids, "abort_all": body.abort_all}
+    results = await handles.fleet.call.remote(
+        "abort_request", arguments, deadline_s=body.deadline_s
+    )
+    content = summary("abort_request", results) | {"requests": _by_id(results)}
+    return JSONResponse(content, status_code=status_of(results))
+
+
+def _by_id(results: Sequence[ReplicaResult]) -> dict[str, Any]:
+    """What became of each request, from the replica that held it."""
+    found: dict[str, Any] = {}
+    for result in results:
+        for rid, each in ((result.state or {}).get("requests") or {}).items():
+            if each["found"] or rid not in found:
+                found[rid] = each | {"replica": result.replica if each["found"] else None}
+    return found
 
 
 async def _replicas(request: Request, model: str | None = None) -> JSONResponse:

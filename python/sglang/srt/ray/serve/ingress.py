@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import ray
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 
-from sglang.srt.ray.serve.exchange import Head, HttpCall, forwarded
+from sglang.srt.ray.serve.exchange import Head, HttpCall, forwarded, refusal
+from sglang.srt.ray.serve.sessions import key_of
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
 SERVING_PATHS = (
@@ -55,13 +57,20 @@ class Keys:
 
     def allow(self, request: Request) -> bool:
         """Whether the request may steer the engine: the same rule as for upstream's weight endpoints."""
+        return self._decide(request, AuthLevel.ADMIN_OPTIONAL)
+
+    def serve(self, request: Request) -> bool:
+        """Whether the request may generate."""
+        return self._decide(request, AuthLevel.NORMAL)
+
+    def _decide(self, request: Request, level: AuthLevel) -> bool:
         decision = decide_request_auth(
             method=request.method,
             path=request.url.path,
             authorization_header=request.headers.get("authorization"),
             api_key=self.api_key,
             admin_api_key=self.admin_api_key,
-            auth_level=AuthLevel.ADMIN_OPTIONAL,
+            auth_level=level,
         )
         return decision.allowed
 
@@ -83,7 +92,7 @@ class UnknownModelError(Exception):
 
 def make_http_app() -> FastAPI:
     """Called in the ingress replica."""
-    from sglang.srt.ray.serve import control_routes
+    from sglang.srt.ray.serve import control_routes, session_routes
 
     app = FastAPI(title="SGLang on Ray Serve", docs_url=None, redoc_url=None)
     for path in SERVING_PATHS:
@@ -91,6 +100,7 @@ def make_http_app() -> FastAPI:
     app.add_api_route("/v1/models", _models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", _model, methods=["GET"])
     control_routes.add_routes(app)
+    session_routes.add_routes(app)
     app.add_exception_handler(UnknownModelError, _answer_unknown_model)
     return app
 
@@ -151,28 +161,70 @@ async def call_of(request: Request) -> HttpCall:
 
 
 async def _serve(request: Request) -> Response:
+    from sglang.srt.ray.serve.server import SESSION_ID
+    from sglang.srt.ray.serve.session_routes import session_of
+
     call = await call_of(request)
     model = json_object(call.body).get("model")
     handles = this_ingress().handles(model if isinstance(model, str) else None)
-    return await passed_on(handles.replicas.options(stream=True), call)
+    session = session_of(request.headers)
+    if session is None:
+        return await passed_on(handles.replicas.options(stream=True), call)
+    handle = handles.replicas.options(stream=True, session_id=key_of(session))
+    return await passed_on(handle, call.with_headers([(SESSION_ID, session)]), session=session)
 
 
-async def passed_on(handle: Any, call: HttpCall) -> Response:
-    """A replica's answer to the call, streamed as it comes. `handle`: a streaming one."""
+async def passed_on(handle: Any, call: HttpCall, *, session: str | None = None) -> Response:
+    """A replica's answer to the call, streamed as it comes.
+
+    Args:
+        handle: a streaming one.
+        session: what the call belongs to.
+    """
     pieces: AsyncIterator[Head | bytes] = aiter(handle.http.remote(call))
-    head = await anext(pieces)
+    try:
+        head = await anext(pieces)
+    except ray.exceptions.RayActorError as error:
+        return _replica_died(error, session)
     assert isinstance(head, Head)
     headers = dict(head.headers)
     if "text/event-stream" in headers.get("content-type", ""):
-        return StreamingResponse(_body(pieces), status_code=head.status, headers=headers)
-    content = b"".join([piece async for piece in _body(pieces)])
+        return StreamingResponse(_events(pieces), status_code=head.status, headers=headers)
+    try:
+        content = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
+    except ray.exceptions.RayActorError as error:
+        return _replica_died(error, session)
     return Response(content, status_code=head.status, headers=headers)
 
 
-async def _body(pieces: AsyncIterator[Head | bytes]) -> AsyncIterator[bytes]:
-    async for piece in pieces:
-        assert isinstance(piece, bytes)
-        yield piece
+async def _events(pieces: AsyncIterator[Head | bytes]) -> AsyncIterator[bytes]:
+    """Server-sent events; the last one is an error when the replica dies meanwhile."""
+    try:
+        async for piece in pieces:
+            assert isinstance(piece, bytes)
+            yield piece
+    except ray.exceptions.RayActorError as error:
+        _, body = refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE, "ReplicaDiedError", f"the replica died: {error}"
+        )
+        yield b"data: " + body + b"\n\n"
+
+
+def _replica_died(error: Exception, session: str | None) -> Response:
+    if session is None:
+        head, body = refusal(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "ReplicaDiedError",
+            f"the replica died before it answered; ask again: {error}",
+        )
+    else:
+        head, body = refusal(
+            HTTPStatus.GONE,
+            "SessionGoneError",
+            f"the replica of session {session!r} died; open a new session, or repeat the turn with its full history "
+            f"and the header 'x-session-history: full': {error}",
+        )
+    return Response(body, status_code=head.status, headers=dict(head.headers))
 
 
 async def _models(request: Request) -> JSONResponse:

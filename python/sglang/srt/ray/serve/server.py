@@ -21,6 +21,7 @@ from sglang.srt.ray.serve.exchange import Head, HttpCall, refusal
 from sglang.srt.ray.serve.openai_methods import OpenAIMethods
 from sglang.srt.ray.serve.options import deployment_options, server_arguments
 from sglang.srt.ray.serve.results import ReplicaResult
+from sglang.srt.ray.serve.sessions import Session, SessionError, SessionTable
 
 if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 60.0
 REPLICA_HEADER = "x-sglang-replica"
 """In every answer: which replica gave it."""
+SESSION_ID = "x-session-id"
+REOPENED_HEADER = "x-session-reopened"
+"""In answers of a session: whether it began again here, without its cache."""
 
 
 class SGLangServer(OpenAIMethods):
@@ -65,6 +69,9 @@ class SGLangServer(OpenAIMethods):
             self._app = HostedApp(self._engine, server_args)
             await self._app.start()
             self._verbs = ReplicaVerbs(self._engine)
+            self._sessions = SessionTable(
+                self.replica_id, num_dp_ranks=int(llm_config.engine_kwargs.get("dp_size") or 1)
+            )
             self._agent = await self._joined(fleet)
         except BaseException:
             await asyncio.to_thread(self._engine.shutdown)
@@ -120,14 +127,49 @@ class SGLangServer(OpenAIMethods):
                 "EngineAsleepError",
                 f"this engine released {self._verbs.asleep!r}: wake it up first (POST /wakeup)",
             )
-            yield head
+            yield head.with_headers({REPLICA_HEADER: self.replica_id})
             yield body
             return
-        async with contextlib.aclosing(self._app.exchange(call)) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                if isinstance(piece, Head):
-                    piece = piece.with_headers({REPLICA_HEADER: self.replica_id})
-                yield piece
+        session_id = call.header(SESSION_ID)
+        try:
+            with contextlib.ExitStack() as turn:
+                added = {REPLICA_HEADER: self.replica_id}
+                if session_id is not None:
+                    full = call.header("x-session-history") == "full"
+                    session = turn.enter_context(
+                        self._sessions.turn(session_id, has_full_history=full)
+                    )
+                    added |= _session_headers(session)
+                    call = _to_its_rank(call, session)
+                async with contextlib.aclosing(self._app.exchange(call)) as pieces:  # type: ignore[type-var]
+                    async for piece in pieces:
+                        yield piece.with_headers(added) if isinstance(piece, Head) else piece
+        except SessionError as error:
+            head, body = refusal(error.status, type(error).__name__, str(error))
+            yield head.with_headers({REPLICA_HEADER: self.replica_id})
+            yield body
+
+    async def session(self, verb: str, arguments: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Open, find or close a session: HTTP status and body."""
+        try:
+            act: Any = {
+                "open": self._sessions.open,
+                "find": self._sessions.find,
+                "close": self._sessions.close,
+            }[verb]
+            session: Session = act(**arguments)
+        except SessionError as error:
+            told = {"type": type(error).__name__, "message": str(error), "code": error.status}
+            return int(error.status), {"error": told}
+        status = HTTPStatus.CREATED if verb == "open" else HTTPStatus.OK
+        return int(status), {
+            "session_id": session.id,
+            "replica": self.replica_id,
+            "dp_rank": session.dp_rank,
+            "turns": session.turns,
+            "idle_s": session.idle_s,
+            "closed": verb == "close",
+        }
 
     # Control: for a fleet's command, a handle's `broadcast` and Ray's own protocol alike
 
@@ -216,6 +258,18 @@ class SGLangServer(OpenAIMethods):
             "direct streaming (RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING) is refused: it goes around the ingress, which "
             "holds sessions to their replica and answers for every replica of the fleet; unset it"
         )
+
+
+def _session_headers(session: Session) -> dict[str, str]:
+    return {SESSION_ID: session.id, REOPENED_HEADER: str(session.reopened).lower()}
+
+
+def _to_its_rank(call: HttpCall, session: Session) -> HttpCall:
+    """Have the engine route the request to the session's data-parallel rank, by the headers that SGLang reads."""
+    if session.dp_rank is None:
+        return call
+    rank = str(session.dp_rank)
+    return call.with_headers([("x-data-parallel-rank", rank), ("x-override-routed-dp-rank", rank)])
 
 
 def _replica_id() -> str:

@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 from sglang.srt.ray.memory_occupation import MemoryOccupationError, unknown_tags
+from sglang.srt.ray.serve.aborts import Aborts
 from sglang.srt.ray.serve.results import ControlError, described
 from sglang.srt.ray.weight_sync.control import PAUSE_MODES, OpenRequest
 from sglang.srt.ray.weight_sync.errors import DeadlineExceededError, WeightSyncDisabledError
@@ -41,6 +42,10 @@ class ReplicaVerbs:
         """
         self._engine = engine
         self._manager = engine.tokenizer_manager
+        self._aborts = Aborts(
+            self._manager,
+            lambda verb, args: self._ask_ranks(verb, args, deadline_s=_STATE_TIMEOUT_S),
+        )
         self.asleep: list[str] = []
         """Released memory tags, as the ranks acknowledged them last."""
 
@@ -154,6 +159,25 @@ class ReplicaVerbs:
                 status=HTTPStatus.BAD_GATEWAY,
             )
         return {"method": method, "ranks": ranks}
+
+    async def abort_request(
+        self,
+        *,
+        deadline_s: float,
+        rids: Sequence[str] | None = None,
+        abort_all: bool = False,
+    ) -> dict[str, Any]:
+        """Abort exactly these requests (or all), and return once they have ended: id -> found, stage, ended."""
+        if abort_all == bool(rids):
+            raise ValueError("give either rids (a list of request ids) or abort_all=true")
+        answer = await self._aborts.abort(
+            None if abort_all else rids, deadline_s=max(deadline_s - 0.5, 0.1)
+        )
+        if running := sorted(rid for rid, each in answer.items() if not each["ended"]):
+            raise DeadlineExceededError(
+                f"request(s) {running!r} had not ended after {deadline_s:g} s: {answer!r}"
+            )
+        return {"requests": answer}
 
     async def start_profile(self, *, deadline_s: float, **options: Any) -> dict[str, Any]:
         """Options are those of upstream's `/start_profile`: output_dir, num_steps, activities and others."""
@@ -281,6 +305,7 @@ def _profile_answer(answer: Any) -> dict[str, Any]:
 _VERBS: dict[str, Any] = {
     name: getattr(ReplicaVerbs, name)
     for name in (
+        "abort_request",
         "collective_rpc",
         "is_paused",
         "is_sleeping",
