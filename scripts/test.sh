@@ -14,6 +14,7 @@ groups=(
     "test/client test/ray_backend test/weight_sync test/ui test/docs --ignore=test/weight_sync/test_two_ranks.py"
     "test/weight_sync/test_two_ranks.py"
     "test/topology"
+    "test/serve"
 )
 for argument in "$@"; do
     [[ -e ${argument%%::*} ]] && groups=("")
