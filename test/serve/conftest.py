@@ -43,3 +43,20 @@ def trainer(session_app: ServedApp) -> Iterator[Any]:
     ray.get(actor.connect_serve.remote(session_app.name, MODEL), timeout=120)
     yield actor
     ray.kill(actor)
+
+
+class Versions:
+    """Numbers that only grow, since an engine refuses to go back. They are seeds of weights as well."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self, count: int = 1) -> int:
+        """The first of `count` new ones."""
+        first, self._last = self._last + 1, self._last + count
+        return first
+
+
+@pytest.fixture(scope="session")
+def versions() -> Versions:
+    return Versions()

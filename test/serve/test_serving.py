@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import requests
 from support.models import ENGINE_SEED, new_model, tokenizer
@@ -11,12 +13,25 @@ from support.serve_app import MODEL, ServedApp
 MESSAGES = [{"role": "user", "content": "bada gepi"}]
 
 
+def version_of(served: ServedApp) -> str:
+    return str(served.get("/weight_sync").json()["replicas"][0]["state"]["version"])
+
+
+@pytest.fixture
+def model(served: ServedApp) -> Any:
+    """What the engines serve now; a version's number is the seed of its weights."""
+    version = version_of(served)
+    return new_model(ENGINE_SEED if version == "default" else int(version))
+
+
 def prompt_of(messages: list[dict[str, str]]) -> list[int]:
     text = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer()(text)["input_ids"])
 
 
-def test_a_chat_answer_has_the_models_tokens_and_log_probabilities(served: ServedApp) -> None:
+def test_a_chat_answer_has_the_models_tokens_and_log_probabilities(
+    served: ServedApp, model: Any
+) -> None:
     answer = served.openai().chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -26,7 +41,7 @@ def test_a_chat_answer_has_the_models_tokens_and_log_probabilities(served: Serve
         top_logprobs=1,
         extra_body={"ignore_eos": True},
     )
-    expected = greedy(new_model(ENGINE_SEED), prompt_of(MESSAGES), 6)
+    expected = greedy(model, prompt_of(MESSAGES), 6)
     choice = answer.choices[0]
     assert choice.message.content == tokenizer().decode(expected.tokens)
     logprobs = [each.logprob for each in choice.logprobs.content]
@@ -66,13 +81,15 @@ def test_completions_honour_n_and_stream(served: ServedApp) -> None:
     assert "".join(piece.choices[0].text for piece in stream) == answer.choices[0].text
 
 
-def test_generate_keeps_request_id_token_ids_and_weight_version(served: ServedApp) -> None:
+def test_generate_keeps_request_id_token_ids_and_weight_version(
+    served: ServedApp, model: Any
+) -> None:
     body = {"input_ids": [5, 6, 7], "rid": "mine-1", "sampling_params": {"max_new_tokens": 3}}
     meta = served.post("/generate", body | {"return_logprob": True}).json()["meta_info"]
     assert meta["id"] == "mine-1"
-    assert meta["weight_version"] == "default"
+    assert meta["weight_version"] == version_of(served)
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
-    assert_serves(new_model(ENGINE_SEED), [5, 6, 7], served.generate([5, 6, 7], 5))
+    assert_serves(model, [5, 6, 7], served.generate([5, 6, 7], 5))
 
 
 def test_a_regular_expression_and_a_json_schema_are_obeyed(served: ServedApp) -> None:

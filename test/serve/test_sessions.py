@@ -109,14 +109,13 @@ def test_an_idle_session_expires(served: ServedApp) -> None:
 
 
 def test_a_sync_under_an_open_session_gives_the_next_turn_new_weights_and_no_old_cache(
-    served: ServedApp, trainer
+    served: ServedApp, trainer, versions
 ) -> None:
     session = opened(served)
     prompt = [21, 22, 23, 24, 25]
-    number = 1000
-    for seed in (401, 402):
-        number += 1
-        ray.get(trainer.sync.remote(seed, str(number)), timeout=120)
+    for _ in range(2):
+        number = versions.next()
+        ray.get(trainer.sync.remote(number, str(number)), timeout=120)
         answer = turn(served, prompt, session["session_id"])
         meta = answer.json()["meta_info"]
         assert answer.headers["x-sglang-replica"] == session["replica"]
@@ -124,5 +123,5 @@ def test_a_sync_under_an_open_session_gives_the_next_turn_new_weights_and_no_old
         assert meta["cached_tokens"] == 0
         tokens = new_tokens(answer)
         logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-        assert_serves(new_model(seed), prompt, Generation(tokens=tokens, logprobs=logprobs))
+        assert_serves(new_model(number), prompt, Generation(tokens=tokens, logprobs=logprobs))
         prompt = [*prompt, *tokens]

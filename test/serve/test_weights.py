@@ -37,46 +37,52 @@ def answers_of_both(served: ServedApp, length: int = 4) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 def test_both_replicas_serve_the_new_weights_and_say_so(
-    served: ServedApp, trainer: Any, pause: str
+    served: ServedApp, trainer: Any, versions: Any, pause: str
 ) -> None:
-    number = {"retract": 1, "in_place": 2, "abort": 3}[pause]
-    report = sync(trainer, 100 + number, str(number), pause=pause)
+    number = versions.next()
+    report = sync(trainer, number, str(number), pause=pause)
     assert report.verified
     assert len(report.ranks) == 2
-    model = new_model(100 + number)
     for answer in answers_of_both(served).values():
         assert answer["meta_info"]["weight_version"] == str(number)
     for _ in range(4):
-        assert_serves(model, PROMPT, served.generate(PROMPT, 4))
+        assert_serves(new_model(number), PROMPT, served.generate(PROMPT, 4))
     status = served.get("/weight_sync")
     assert [r["state"]["version"] for r in status.json()["replicas"]] == [str(number)] * 2
 
 
 def test_a_failed_sync_leaves_both_on_the_old_version_and_names_the_cause(
-    served: ServedApp, trainer: Any
+    served: ServedApp, trainer: Any, versions: Any
 ) -> None:
-    sync(trainer, 110, "10")
-    with pytest.raises(Exception, match=r"map to nothing|nowhere|typo"):
-        sync(trainer, 111, "11", rename={"model.norm.weight": "model.typo.weight"})
-    assert_serves(new_model(110), PROMPT, served.generate(PROMPT, 4))
+    number = versions.next(2)
+    sync(trainer, number, str(number))
+    with pytest.raises(Exception, match=r"model\.typo\.weight"):
+        sync(
+            trainer, number + 1, str(number + 1), rename={"model.norm.weight": "model.typo.weight"}
+        )
+    assert_serves(new_model(number), PROMPT, served.generate(PROMPT, 4))
     status = served.get("/weight_sync").json()["replicas"]
     assert [each["state"]["state"] for each in status] == ["SERVING", "SERVING"]
 
 
 def test_requests_that_run_during_a_sync_end_with_all_their_tokens(
-    served: ServedApp, trainer: Any
+    served: ServedApp, trainer: Any, versions: Any
 ) -> None:
-    sync(trainer, 120, "20")
+    number = versions.next(2)
+    sync(trainer, number, str(number))
     body = {
         "input_ids": PROMPT,
-        "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
         "stream": True,
     }
     with requests.post(f"{served.url}/generate", json=body, stream=True, timeout=120) as running:
         lines = running.iter_lines()
         next(lines)
-        sync(trainer, 121, "21", pause="retract")
+        sync(trainer, number + 1, str(number + 1), pause="retract")
         rest = [line for line in lines if line.startswith(b"data: {")]
     meta = json.loads(rest[-1].removeprefix(b"data: "))["meta_info"]
-    assert meta["completion_tokens"] == 400
-    assert meta["weight_version"] == "21"
+    assert meta["completion_tokens"] == 1500
+    spans = meta["weight_versions"]
+    assert [span["version"] for span in spans] == [str(number), str(number + 1)]
+    assert [spans[0]["start"], spans[-1]["end"]] == [0, 1500]
+    assert spans[0]["end"] == spans[1]["start"]

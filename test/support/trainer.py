@@ -99,6 +99,18 @@ class ServeTrainer(Trainer):
         ]
         self._publisher = WeightPublisher.connect(chosen)
 
+    def sync_only(self, seed: int, version: str, names: Sequence[str]) -> Any:
+        """Publish these tensors of `seed` alone."""
+        state = self.state(seed)
+        return self._publisher.sync(
+            {name: state[name] for name in names}, version=version, partial=list(names)
+        )
+
+    def put_everything(self) -> list[Any]:
+        """An RDT ref of all weights, in a list so that Ray hands it over unresolved."""
+        self._held = [list(self.state(0).values())]
+        return [ray.put(self._held[0], _tensor_transport="nixl")]
+
 
 def start_serve_trainer(config: Any = None) -> Any:
     """The actor; the caller kills it."""
