@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 ABORT_MESSAGE = "aborted before it reached the scheduler"
@@ -35,8 +35,8 @@ class HeldRequests:
         return False
 
     async def answers(
-        self, obj: Any, inner: AsyncIterator[Any], aborted_answer: Callable[[], Any]
-    ) -> AsyncIterator[Any]:
+        self, obj: Any, inner: AsyncGenerator[Any, None], aborted_answer: Callable[[], Any]
+    ) -> AsyncGenerator[Any, None]:
         """`inner`'s answers, unless `obj` is ended before the first one: then what `aborted_answer` makes."""
         abort: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._aborts[id(obj)] = (obj, abort)
@@ -53,7 +53,8 @@ class HeldRequests:
         if first.cancelled():
             yield aborted_answer()
             return
-        with contextlib.suppress(StopAsyncIteration):
-            yield first.result()
-            async for answer in inner:
-                yield answer
+        async with contextlib.aclosing(inner):  # a caller that stops early ends upstream's part too
+            with contextlib.suppress(StopAsyncIteration):
+                yield first.result()
+                async for answer in inner:
+                    yield answer

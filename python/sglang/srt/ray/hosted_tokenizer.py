@@ -145,8 +145,9 @@ class HostedTokenizerManager(TokenizerManager):
             answers = [self._aborted_answer(rid) for rid in ids_of(obj)]
             return answers[0] if obj.is_single else answers
 
-        async for answer in self._held.answers(obj, inner, aborted):
-            yield answer
+        async with contextlib.aclosing(self._held.answers(obj, inner, aborted)) as answers:
+            async for answer in answers:
+                yield answer
 
     def end_held_request(self, rid: str) -> bool:
         """End a request that no scheduler knows yet; False when there is none."""
