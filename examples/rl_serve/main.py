@@ -18,8 +18,6 @@ from typing import Any
 
 SHARED = str(Path(__file__).resolve().parents[1] / "rl_cpu")
 sys.path.insert(0, SHARED)
-# Ray's workers, where the trainer lives, inherit it.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SHARED, os.environ.get("PYTHONPATH")]))
 
 import ray
 import requests
@@ -112,6 +110,9 @@ def run(options: argparse.Namespace, report: Any) -> Any:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl_serve_")))
         write_model(folder, size=MODEL_SIZES["tiny"], seed=options.seed + ENGINE_SEED_OFFSET)
+        # Ray's workers, where the trainer lives, inherit it.
+        paths = [SHARED, os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         session = stack.enter_context(ray_session(stream_logs=options.verbose))
         report.note("deploying")
         url = stack.enter_context(deployed(folder, replicas=options.replicas, seed=options.seed))
