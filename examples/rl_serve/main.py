@@ -16,8 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-SHARED = str(Path(__file__).resolve().parents[1] / "rl_cpu")
-sys.path.insert(0, SHARED)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_cpu"))
 
 import ray
 import requests
@@ -31,6 +30,7 @@ from session_rollout import SessionRollout
 from tiny_model import MODEL_SIZES, VOCAB_SIZE, write_model
 
 HOST = "127.0.0.1"
+SHARED = str(Path(__file__).resolve().parents[1] / "rl_cpu")
 APP, MODEL = "rollout", "policy"
 
 
