@@ -13,6 +13,7 @@ from pathlib import Path
 from snippets import ROOT, all_snippets
 
 HERE = "test/docs/test_snippets_run.py::"
+SERVE = "test/serve/test_serve_docs.py::"
 TRAINERS = "test/weight_sync/test_trainer_examples.py::"
 EXECUTED = {
     ("README.md", "make demo"): "test/examples/test_rl_cpu_demo.py::test_twelve_steps_prove_every_sync_and_raise_the_reward",
@@ -39,8 +40,19 @@ EXECUTED = {
     ("docs/patches.md", "scripts/fork tree"): "test/packaging/test_fork_tree.py::test_a_commit_becomes_a_patch_named_by_its_subject",
     ("docs/patches.md", "git -C build/tree commit -a --fixup COMMIT"): HERE + "test_folding_a_commit_into_a_patch",
     ("docs/patches.md", "ray: mix the weight verbs into the scheduler actor"): "test/packaging/test_fork_tree.py::test_a_commit_becomes_a_patch_named_by_its_subject",
+    ("docs/serve.md", 'SESSION=$(curl -s -X POST $URL/sessions | python3 -c \'import json, sys; print(json.load(sys.stdin)["session_id"])\')'): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", 'curl -X POST $URL/abort_request -H \'content-type: application/json\' -d \'{"rid": ["mine", "r-1"]}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", 'curl -X POST $URL/flush_cache'): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", 'curl -X POST $URL/pause -H \'content-type: application/json\' -d \'{"mode": "retract", "deadline_s": 30}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", 'curl -X POST $URL/sleep -H \'content-type: application/json\' -d \'{"tags": ["kv_cache"]}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", 'curl -X POST $URL/v1/chat/completions -H \'content-type: application/json\' -d \'{"model": "tiny", "messages": [{"role": "user", "content": "bada"}], "max_tokens": 4}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", "from ray import serve"): SERVE + "test_the_deploying_snippet_builds_an_application",
+    ("docs/serve.md", "from sglang.srt.ray import WeightPublisher"): SERVE + "test_the_publishing_snippet_syncs_every_replica",
 }  # fmt: skip
 NOT_EXECUTED = {
+    ("docs/serve.md", "client -- HTTP --> Serve's proxy --> SGLangIngress --+-- one replica, by Serve's hash of the session --> SGLangServer"): "a diagram",
+    ("docs/serve.md", '{"verb": "pause", "status": "partial",'): "an answer; test/serve/test_replica_death.py has a real one",
+    ("docs/serve.md", '{"requests": {"mine": {"found": true, "stage": "running", "ended": true, "replica": "x1"}}}'): "an answer; test/serve/test_aborts.py has real ones",
     ("README.md", "step   1/40  version 1   reward 0.130  loss +0.005    710 tok/s  gap 9.5e-07  sync 1089.0 ms, 5.8 MB (plan 724.7 wire 102.9 ...)"): "what the demo printed",
     ("CONTRIBUTING.md", "make setup"): "installs 11 GB; each of its phases is tested in test/packaging/test_provision.py",
     ("CONTRIBUTING.md", 'make test ARGS="test/weight_sync/test_layout.py -x"'): "is what runs this very test",
