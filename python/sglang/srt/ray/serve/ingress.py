@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 
 from sglang.srt.ray.serve.exchange import Head, HttpCall, forwarded, refusal
-from sglang.srt.ray.serve.sessions import key_of
+from sglang.srt.ray.serve.sessions import SESSION_ID, key_of
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
 SERVING_PATHS = (
@@ -161,7 +161,6 @@ async def call_of(request: Request) -> HttpCall:
 
 
 async def _serve(request: Request) -> Response:
-    from sglang.srt.ray.serve.server import SESSION_ID
     from sglang.srt.ray.serve.session_routes import session_of
 
     call = await call_of(request)

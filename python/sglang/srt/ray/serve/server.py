@@ -21,7 +21,7 @@ from sglang.srt.ray.serve.exchange import Head, HttpCall, refusal
 from sglang.srt.ray.serve.openai_methods import OpenAIMethods
 from sglang.srt.ray.serve.options import deployment_options, server_arguments
 from sglang.srt.ray.serve.results import ReplicaResult
-from sglang.srt.ray.serve.sessions import Session, SessionError, SessionTable
+from sglang.srt.ray.serve.sessions import SESSION_ID, Session, SessionError, SessionTable
 
 if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 60.0
 REPLICA_HEADER = "x-sglang-replica"
 """In every answer: which replica gave it."""
-SESSION_ID = "x-session-id"
 REOPENED_HEADER = "x-session-reopened"
 """In answers of a session: whether it began again here, without its cache."""
 

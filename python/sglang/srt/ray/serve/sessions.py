@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
+SESSION_ID = "x-session-id"
+"""The header between ingress and replica, whatever the client's is called."""
 DEFAULT_IDLE_S = 600.0
 _ENDED_KEPT = 10_000
 """How many ended sessions are remembered by their reason."""
