@@ -48,7 +48,8 @@ def test_a_flush_that_the_engines_refuse_is_a_failure(served: ServedApp) -> None
         "stream": True,
     }
     with requests.post(f"{served.url}/generate", json=body, stream=True, timeout=60) as running:
-        next(running.iter_lines())
+        lines = running.iter_lines()  # held: the connection ends with it
+        next(lines)
         assert outcomes(served.post("/pause", {"mode": "in_place"})) == ["ok", "ok"]
         answer = served.post("/reset_prefix_cache", {"deadline_s": 1})
         served.post("/resume")

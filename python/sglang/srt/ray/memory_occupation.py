@@ -56,3 +56,13 @@ def check_answers(what: str, answers: Sequence[Any]) -> None:
     """
     if refused := sorted({answer.message for answer in answers if not answer.success}):
         raise MemoryOccupationError(f"{what} was refused: {'; '.join(refused)}")
+
+
+def wait_for_device() -> None:
+    """Wait for what the rank's accelerator has been given. Torch's default module is CUDA's even without a GPU."""
+    import torch
+
+    from sglang.srt.runtime_context import get_device
+
+    if get_device().device != "cpu":
+        torch.get_device_module().synchronize()
