@@ -4,10 +4,10 @@ PYTHON ?=
 ARGS ?=
 export VENV PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu release-test check lint format docs release wheel clean
+.PHONY: help setup demo test test-slow test-gpu check lint format docs release wheel clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Settings: VENV=$(VENV)  PYTHON=(first of 3.12, 3.11, 3.13)  ARGS=(passed on)"
 
 setup:  ## make or update the virtual environment
@@ -24,9 +24,6 @@ test-slow: setup  ## run the slow tests
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	@scripts/test.sh gpu $(ARGS)
-
-release-test: setup  ## two Serve replicas under load through 60 syncs; a table and a verdict
-	@"$(VENV)/bin/python" test/serve/release_run.py $(ARGS)
 
 check:  ## hold patches/ and the overlay against the rules (no environment needed)
 	@scripts/fork check

@@ -51,7 +51,7 @@ EXECUTED = {
 }  # fmt: skip
 NOT_EXECUTED = {
     ("docs/serve.md", "client -- HTTP --> Serve's proxy --> SGLangIngress --+-- one replica, by Serve's hash of the session --> SGLangServer"): "a diagram",
-    ("docs/serve.md", '{"verb": "pause", "status": "partial",'): "an answer; test/serve/test_replica_death.py has a real one",
+    ("docs/serve.md", '{"verb": "pause", "status": "partial",'): "an answer; test/serve/test_control.py has real ones",
     ("docs/serve.md", '{"requests": {"mine": {"found": true, "stage": "running", "ended": true, "replica": "x1"}}}'): "an answer; test/serve/test_aborts.py has real ones",
     ("README.md", "step   1/40  version 1   reward 0.130  loss +0.005    710 tok/s  gap 9.5e-07  sync 1089.0 ms, 5.8 MB (plan 724.7 wire 102.9 ...)"): "what the demo printed",
     ("CONTRIBUTING.md", "make setup"): "installs 11 GB; each of its phases is tested in test/packaging/test_provision.py",
