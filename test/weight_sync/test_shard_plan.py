@@ -12,17 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.toy_model import Fused, weights_of
 
+from sglang.srt.ray.weight_sync import planning
 from sglang.srt.ray.weight_sync.errors import UnplannableModelError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
-from sglang.srt.ray.weight_sync.shards import ShardPlan, ShardRun, _runs, trace_shard_plan
+from sglang.srt.ray.weight_sync.number_trace import _rows, copies_of
+from sglang.srt.ray.weight_sync.planning import trace_shard_plan
+from sglang.srt.ray.weight_sync.regions import coalesced, covered_elements
+from sglang.srt.ray.weight_sync.shards import Region, ShardCopy, ShardPiece, ShardPlan
 
 Weights = dict[str, torch.Tensor]
 
 
-def applied(runs: Iterable[ShardRun], sources: list[torch.Tensor], target: torch.Tensor):
-    for run in runs:
-        run.copy_elements(sources[run.source].contiguous().view(-1), target.view(-1))
+def applied(pieces: Iterable[ShardPiece], sources: list[torch.Tensor], target: torch.Tensor):
+    flat = [source.contiguous().view(-1) for source in sources]
+    for piece in pieces:
+        piece.apply(flat, target.view(-1))
     return target
+
+
+def _runs(codes: np.ndarray) -> list[ShardCopy]:
+    return list(copies_of(list(_rows(codes))))
 
 
 # Runs: indexing is the oracle
@@ -61,7 +70,7 @@ def pieces(draw) -> Callable[[list[torch.Tensor]], torch.Tensor]:
 def test_runs_applied_to_values_equal_the_indexing_that_made_the_numbers(take):
     numbers = [torch.arange(48).view(8, 6) + (i << 40) for i in range(3)]
     values = [torch.randn(8, 6) for _ in range(3)]
-    runs = list(_runs(take(numbers).numpy()))
+    runs = _runs(take(numbers).numpy())
     expected = take(values)
     assert torch.equal(applied(runs, values, torch.full_like(expected, -7.0)), expected)
 
@@ -69,22 +78,26 @@ def test_runs_applied_to_values_equal_the_indexing_that_made_the_numbers(take):
 @given(order=st.permutations(range(24)))
 def test_any_permutation_of_elements_can_be_planned(order: list[int]):
     values = torch.randn(24)
-    runs = list(_runs(np.array(order, dtype=np.int64)))
+    runs = _runs(np.array(order, dtype=np.int64))
     assert torch.equal(applied(runs, [values], torch.empty(24)), values[list(order)])
 
 
 def test_runs_are_few_where_the_pattern_is_regular():
     numbers = torch.arange(1 << 12).view(64, 64)
-    assert len(list(_runs(numbers.reshape(-1).numpy()))) == 1
-    assert len(list(_runs(numbers[:, :32].reshape(-1).numpy()))) == 1
-    assert len(list(_runs(numbers.T.reshape(-1).numpy()))) == 64
-    assert list(_runs(np.empty(0, dtype=np.int64))) == []
+    assert len(_runs(numbers.reshape(-1).numpy())) == 1
+    assert len(_runs(numbers[:, :32].reshape(-1).numpy())) == 1
+    assert len(_runs(numbers.T.reshape(-1).numpy())) == 64
+    assert (_runs(np.empty(0, dtype=np.int64))) == []
 
 
 def test_a_run_converts_dtype_and_honours_where_a_view_starts():
-    run = ShardRun(source=0, source_start=1, target_start=2, length=3)
+    run = ShardCopy(
+        source=0,
+        source_region=Region(start=1, shape=(3,), strides=(1,)),
+        target_region=Region(start=2, shape=(3,), strides=(1,)),
+    )
     source, target = torch.arange(10.0)[4:], torch.zeros(10, dtype=torch.bfloat16)[3:]
-    run.copy_elements(source, target)
+    run.apply([source], target)
     assert target.tolist() == [0, 0, 5, 6, 7, 0, 0]
 
 
@@ -250,3 +263,136 @@ def test_a_loader_that_numbers_do_not_survive_is_refused_by_name():
     with pytest.raises(UnplannableModelError, match="AddsInPlace computes") as refused:
         trace_shard_plan(AddsInPlace(), manifest, "layout")
     assert refused.value.tensor == "norm"
+
+
+class Rearranging(torch.nn.Module):
+    """Pads a vocabulary as upstream's embeddings do, interleaves two tensors, and copies a third as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("embed", (8, 4)), ("pairs", (6, 4)), ("plain", (4, 4))):
+            setattr(self, name, torch.nn.Parameter(torch.full(shape, 9.0), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        if "embed" in given:
+            self.embed.data[:5].copy_(given["embed"])
+            self.embed.data[5:].fill_(0)
+        self.pairs.data.copy_(torch.stack([given["even"], given["odd"]], dim=1).reshape(6, 4))
+        self.plain.data.copy_(given["plain"].t())
+
+
+def rearranging_weights() -> Weights:
+    shapes = {"embed": (5, 4), "even": (3, 4), "odd": (3, 4), "plain": (4, 4)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_padding_is_planned_and_only_what_is_rearranged_gets_numbered():
+    model, weights = Rearranging(), rearranging_weights()
+    plan = plan_of(model, weights)
+    assert (plan.numbered_targets, plan.computed_targets) == (("pairs",), ())
+    model.load_weights(weights.items())
+    for name, parameter in model.named_parameters():
+        made = applied(plan.targets[name], list(weights.values()), torch.full_like(parameter, -7.0))
+        assert torch.equal(made, parameter.data), name
+
+
+def test_numbering_in_groups_gives_what_numbering_at_once_gives(monkeypatch):
+    whole = plan_of(Rearranging(), rearranging_weights())
+    monkeypatch.setattr(planning, "NUMBERED_ELEMENTS_AT_ONCE", 1)
+    assert plan_of(Rearranging(), rearranging_weights()) == whole
+
+
+def test_a_parameter_that_is_only_padded_is_named_as_missing():
+    class OnlyPads(Rearranging):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(weights)
+            self.embed.data.fill_(0)
+
+    weights = rearranging_weights()
+    del weights["embed"]
+    assert plan_of(OnlyPads(), weights).missing_targets == ("embed",)
+
+
+def test_a_constant_on_top_of_what_was_sent_is_found_out():
+    class Wipes(Rearranging):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(weights)
+            self.embed.data[4:].fill_(0)
+
+    assert plan_of(Wipes(), rearranging_weights()).computed_targets == ("embed",)
+
+
+def test_a_loader_that_looks_at_values_is_still_planned():
+    class Looks(Rearranging):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            given = {name: tensor for name, tensor in weights if tensor.max() > 0}
+            super().load_weights(given.items())
+
+    model, weights = Looks(), rearranging_weights()
+    plan = plan_of(model, weights)
+    assert set(plan.numbered_targets) == {"embed", "pairs", "plain"}
+    assert set(plan.targets) == {
+        "pairs",
+        "plain",
+    }  # padding can't be told from a computed value by numbers
+
+
+def test_a_loader_that_looks_at_values_of_too_many_elements_is_refused():
+    class Looks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.empty(1 << 20, 1 << 18, device="meta"))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            raise ValueError([tensor.sum().item() for _, tensor in weights])
+
+    manifest = [TensorSpec(name="table", shape=(1 << 20, 1 << 18), dtype="float32")]
+    with pytest.raises(UnplannableModelError, match=r"274877906944 elements .* GB are free"):
+        trace_shard_plan(Looks(), manifest, "")
+
+
+def test_a_plan_of_a_trillion_elements_needs_no_memory_for_them():
+    class Huge(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = (1 << 20, 1 << 18)
+            self.table = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for (_, tensor), half in zip(weights, self.table.data.chunk(2, dim=1), strict=True):
+                half.copy_(tensor.t())
+
+    manifest = [TensorSpec(name=name, shape=(1 << 17, 1 << 20), dtype="bfloat16") for name in "ab"]
+    plan = trace_shard_plan(Huge(), manifest, "")
+    assert [len(pieces) for pieces in plan.targets.values()] == [2]
+    assert (plan.missing_targets, plan.numbered_targets) == ((), ())
+
+
+# Regions: a bitmap is the oracle
+
+
+@st.composite
+def regions(draw) -> list[Region]:
+    def region() -> Region:
+        shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+        strides = [draw(st.sampled_from([1, 2, 4, 8, 16])) for _ in shape]
+        return Region(start=draw(st.integers(0, 20)), shape=tuple(shape), strides=tuple(strides))
+
+    return [region() for _ in range(draw(st.integers(0, 4)))]
+
+
+@given(given=regions())
+@settings(deadline=None)
+def test_covered_elements_are_those_that_a_bitmap_has(given: list[Region]):
+    seen = torch.zeros(256, dtype=torch.bool)
+    for region in given:
+        region.of(seen)[...] = True
+    assert covered_elements(given, 256) == int(seen.sum())
+    for region in given:
+        source, target = coalesced(region, region)
+        alone, again = torch.zeros(256), torch.zeros(256)
+        region.of(alone)[...] = 1
+        target.of(again)[...] = 1
+        assert source == target
+        assert torch.equal(alone, again)

@@ -70,13 +70,11 @@ class RankBuckets:
         Args:
             sources: in the manifest's order; any dtype and device, contiguous or not.
         """
-        flat: dict[int, torch.Tensor] = {}
+        flat = [source.contiguous().view(-1) for source in sources]
         for group in self._groups:
             for name, view in group.items():
-                for run in self.plan.targets[name]:
-                    if run.source not in flat:
-                        flat[run.source] = sources[run.source].contiguous().view(-1)
-                    run.copy_elements(flat[run.source], view.view(-1))
+                for piece in self.plan.targets[name]:
+                    piece.apply(flat, view.view(-1))
                 self._digests[name] = tensor_digest(view, self._algorithm)
 
     def publish(self) -> Published:

@@ -30,8 +30,9 @@ from sglang.srt.ray.weight_sync.errors import (
 )
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus
+from sglang.srt.ray.weight_sync.planning import trace_shard_plan
 from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
-from sglang.srt.ray.weight_sync.shards import ShardPlan, trace_shard_plan
+from sglang.srt.ray.weight_sync.shards import ShardPlan
 
 DEFAULT_PULL_DEADLINE_S = 60.0
 _PAUSED_POLL_S = 0.0005
