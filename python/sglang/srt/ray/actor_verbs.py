@@ -19,6 +19,7 @@ from sglang.srt.ray.rank_requests import stages_of
 from sglang.srt.ray.rank_state import rank_state
 from sglang.srt.ray.weight_lending import send_weights
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
+from sglang.srt.ray.weight_sync.lanes import HostLoopback, Surroundings
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
 from sglang.srt.ray.weight_sync.receiver import DEFAULT_PULL_DEADLINE_S, WeightReceiver
@@ -144,6 +145,21 @@ class SchedulerActorVerbs:
             DigestMismatchError: naming the tensor and both digests; `end_weight_update` then reports the engine TORN.
         """
         self._weight_receiver().verify(digests)
+
+    @ray.method(concurrency_group="control")
+    def lane_surroundings(self) -> Surroundings:
+        """Host, device and environment of this rank, as far as lanes go."""
+        return self._weight_receiver().lane_meter.surroundings()
+
+    @ray.method(concurrency_group="control")
+    def lane_loopback(self, timeout_s: float) -> HostLoopback:
+        """What this host gives between two throw-away processes of its own; measured once."""
+        return self._weight_receiver().lane_meter.loopback(timeout_s)
+
+    @ray.method(concurrency_group="weights")
+    def measure_lane(self, refs: Sequence[Any], timeout_s: float) -> float:
+        """GB/s of reading a publisher's probe buffers; no parameter is touched and generation goes on."""
+        return self._weight_receiver().lane_meter.measure(refs, timeout_s)
 
     @ray.method(concurrency_group="control")
     def weight_status(self) -> RankStatus:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from sglang.srt.ray.weight_sync.lanes import chosen_environment
+
 CPU_BIND_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 LAUNCHER_VARIABLES = (
     "NCCL_CUMEM_ENABLE",
@@ -39,16 +41,17 @@ def rank_environments(
     Args:
         nodes: node id of each rank.
         memory_saver: whether the engine was asked to be able to sleep.
-        environment: the launching process's own; `os.environ` when None.
+        environment: what the ranks inherit: the launching process's own and its job's when None.
         cpus: cores to share among the ranks of a node; this process's when None. Nodes are taken to be alike.
 
     Raises:
         ValueError: `SGLANG_CPU_OMP_THREADS_BIND` has too few entries.
     """
-    environment = os.environ if environment is None else environment
+    environment = _inherited_environment() if environment is None else environment
     common = {
         name: environment[name] for name in LAUNCHER_VARIABLES if environment.get(name) is not None
     }
+    common |= chosen_environment(device, environment)
     if memory_saver and device != "cpu":
         common["LD_PRELOAD"] = memory_saver_preload()
     shares: list[str | None] = [None] * len(nodes)
@@ -91,3 +94,10 @@ def memory_saver_preload() -> str:
 
     with TorchMemorySaverAdapter.create(enable=True).configure_subprocess():
         return os.environ.get("LD_PRELOAD", "")
+
+
+def _inherited_environment() -> dict[str, str]:
+    """This process's variables, and those that its job gives every actor (a driver does not have them itself)."""
+    import ray
+
+    return os.environ | ray.get_runtime_context().runtime_env.get("env_vars", {})

@@ -101,6 +101,10 @@ class ReadInFlightError(WeightSyncError):
     """A read that was given up may still write into parameters; the message says which rank to restart."""
 
 
+class SlowLaneError(WeightSyncError):
+    """The path from trainer to rank is slower than its floor; the message names the lane and what degrades it."""
+
+
 class EngineRequestError(WeightSyncError):
     """The engine answered a control request with an error; its text is in the message."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import socket
 import uuid
@@ -23,10 +24,14 @@ from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, OpenR
 from sglang.srt.ray.weight_sync.coverage import check_coverage, check_declared
 from sglang.srt.ray.weight_sync.errors import WeightSyncError
 from sglang.srt.ray.weight_sync.fleet import RankAddress, on_every_engine, on_every_rank
+from sglang.srt.ray.weight_sync.lane_meter import measured_lanes
+from sglang.srt.ray.weight_sync.lanes import Lane
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, fingerprint_of
 from sglang.srt.ray.weight_sync.ledger import PullReport
 from sglang.srt.ray.weight_sync.report import PhaseClock, SyncReport
 from sglang.srt.ray.weight_sync.shards import ShardPlan
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 60.0
 DEFAULT_BUCKET_BYTES = 256 << 20
@@ -64,8 +69,10 @@ class WeightPublisher:
         deadline_s: float,
         ttl_s: float,
         sequence: int,
+        lanes: Sequence[Lane],
     ) -> None:
         """Use `connect`."""
+        self.lanes = tuple(lanes)
         self._engines = list(engines)
         self._ranks = list(ranks)
         self.owner = owner
@@ -84,6 +91,7 @@ class WeightPublisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deadline_s: float = DEFAULT_DEADLINE_S,
         ttl_s: float | None = None,
+        lane_floor_gigabytes_per_second: float | None = None,
     ) -> WeightPublisher:
         """Learn what every rank of every engine holds and have it pin its parameters.
 
@@ -93,9 +101,12 @@ class WeightPublisher:
             bucket_bytes: the most that one registered bucket holds (a bigger tensor has its own).
             deadline_s: for each wait on an engine or rank, in seconds.
             ttl_s: an engine gives a transaction up this many seconds after it began; 4 deadlines when None.
+            lane_floor_gigabytes_per_second: what the path to each rank must give; on one host a share of what two
+                processes of that host reach when None, and between hosts no floor. `lanes` says what was found.
 
         Raises:
             ValueError: no engine, or two of one name.
+            SlowLaneError: a path is slower than its floor, naming the lane and what degrades it.
             WeightSyncError: an engine can't take part, with its name and rank.
         """
         if not engines:
@@ -118,6 +129,13 @@ class WeightPublisher:
         on_every_rank(
             addresses, "register_weight_for_rdt", nothing, timeout_s=deadline_s, phase="connect"
         )
+        lanes = measured_lanes(
+            addresses, floor=lane_floor_gigabytes_per_second, timeout_s=deadline_s
+        )
+        for lane in lanes:
+            for warning in lane.warnings:
+                logger.warning("%s rank %d: %s", lane.engine, lane.rank, warning)
+            lane.check()
         return cls(
             engines,
             [
@@ -129,6 +147,7 @@ class WeightPublisher:
             deadline_s=deadline_s,
             ttl_s=ttl_s or 4 * deadline_s,
             sequence=max(int(state["last_sequence"]) for state in states),
+            lanes=lanes,
         )
 
     def sync(

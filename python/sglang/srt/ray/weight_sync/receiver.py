@@ -28,6 +28,7 @@ from sglang.srt.ray.weight_sync.errors import (
     WeightNameError,
     WeightSyncError,
 )
+from sglang.srt.ray.weight_sync.lane_meter import RankLaneMeter
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus
 from sglang.srt.ray.weight_sync.planning import trace_shard_plan
@@ -59,6 +60,7 @@ class WeightReceiver:
         self._ledger = RankLedger(rank)
         self._admitted: str | None = None
         self._prefix_cache = PrefixCacheNamespace(scheduler)
+        self.lane_meter = RankLaneMeter(next(self._model().parameters()).device, rank=rank)
         self._sleep_while_paused()
 
     # Layout, plan, status

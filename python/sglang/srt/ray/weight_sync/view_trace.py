@@ -108,9 +108,9 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [t for t in _tensors([*args, *kwargs.values()])]
+        given = list(_tensors([*args, *kwargs.values()]))
         sources = set().union(*(self._origin(tensor) for tensor in given))
-        if len(sources) > 1 and func._schema.name != "aten::copy_":
+        if len(sources) > 1 and self._id(given[0]) not in self._target_of:
             self.mixed.append(sources)
         for tensor in _written(func._schema, args, kwargs):
             self._write(func._schema.name, tensor, args, sources)
