@@ -35,7 +35,12 @@ class RankBuckets:
     """The buckets that feed every rank with this layout and plan."""
 
     def __init__(
-        self, *, layout: WeightLayout, plan: ShardPlan, bucket_bytes: int, device: str = "cpu"
+        self,
+        *,
+        layout: WeightLayout,
+        plan: ShardPlan,
+        bucket_bytes: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Allocates and registers the buckets: as many bytes as the planned parameters have.
 
@@ -89,6 +94,12 @@ class RankBuckets:
         """Take the registrations back; also done when this object is dropped."""
         self._groups.clear()
         self._unpin()
+
+
+def bucket_device(devices: Sequence[torch.device]) -> torch.device:
+    """Where buckets for tensors on these devices live: with them if they share one device, else on the CPU."""
+    first = devices[0]
+    return first if all(device == first for device in devices) else torch.device("cpu")
 
 
 def _unpin_all(memory: list[torch.Tensor]) -> None:

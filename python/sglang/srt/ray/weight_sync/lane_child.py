@@ -22,7 +22,7 @@ def _memory(device: str, num_bytes: int) -> tuple[Any, int]:
     if device == "cpu":
         import numpy
 
-        array = numpy.ones(num_bytes, dtype=numpy.uint8)
+        array: Any = numpy.ones(num_bytes, dtype=numpy.uint8)
         return array, array.ctypes.data
     import torch
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.ray.weight_sync.buckets import Published, RankBuckets
+from sglang.srt.ray.weight_sync.buckets import Published, RankBuckets, bucket_device
 from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, OpenRequest, PauseMode
 from sglang.srt.ray.weight_sync.coverage import check_coverage, check_declared
 from sglang.srt.ray.weight_sync.errors import WeightSyncError
@@ -80,7 +80,7 @@ class WeightPublisher:
         self._deadline_s = deadline_s
         self._ttl_s = ttl_s
         self._sequence = sequence
-        self._planned: tuple[str, bool] | None = None
+        self._planned: tuple[str, bool, torch.device] | None = None
 
     @classmethod
     def connect(
@@ -249,7 +249,8 @@ class WeightPublisher:
 
     def _plan(self, sources: Mapping[str, torch.Tensor], *, partial: bool) -> None:
         manifest = tuple(TensorSpec.of(name, tensor) for name, tensor in sources.items())
-        wanted = (fingerprint_of(manifest), partial)
+        device = bucket_device([tensor.device for tensor in sources.values()])
+        wanted = (fingerprint_of(manifest), partial, device)
         if wanted == self._planned:
             return
         self.close()
@@ -266,15 +267,17 @@ class WeightPublisher:
             by_engine.setdefault(address.engine.name, []).append(plan)
         check_coverage(by_engine, sources, partial=partial)
         for rank, plan in zip(self._ranks, plans, strict=True):
-            rank.buckets = self._shared_buckets(rank.layout, plan)
+            rank.buckets = self._shared_buckets(rank.layout, plan, device)
         self._planned = wanted
 
-    def _shared_buckets(self, layout: WeightLayout, plan: ShardPlan) -> RankBuckets:
+    def _shared_buckets(
+        self, layout: WeightLayout, plan: ShardPlan, device: torch.device
+    ) -> RankBuckets:
         """Ranks that hold the same elements (replicas, other engines) read the same buckets."""
         for rank in self._ranks:
             if rank.buckets is not None and rank.buckets.serves(layout, plan):
                 return rank.buckets
-        return RankBuckets(layout=layout, plan=plan, bucket_bytes=self._bucket_bytes)
+        return RankBuckets(layout=layout, plan=plan, bucket_bytes=self._bucket_bytes, device=device)
 
     def _distinct_buckets(self) -> list[RankBuckets]:
         return list(

@@ -61,7 +61,7 @@ def covered_elements(regions: Sequence[Region], size: int) -> int:
         return _union([(region.start, region.shape[0]) for region in flat])
     if (rows := _common_rows(flat)) is not None:
         return rows * _union([(region.start, region.shape[1]) for region in flat])
-    seen = np.zeros(size, dtype=np.bool_)
+    seen: np.ndarray = np.zeros(size, dtype=np.bool_)
     for region in flat:
         view = seen[region.start :]
         np.lib.stride_tricks.as_strided(view, region.shape, region.strides)[...] = True
