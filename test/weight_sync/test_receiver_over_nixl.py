@@ -27,6 +27,7 @@ from sglang.srt.ray.weight_sync import (
     WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.digest import SUMS, XXH3, tensor_digest
+from sglang.srt.ray.weight_sync.shards import Region, ShardCopy, ShardPlan
 
 SHAPES = {"a": (64, 32), "b": (1000,), "c": (3, 5, 7), "d": (1,), "strided": (6, 4)}
 NAMES = ["a", "b", "c", "d"]
@@ -245,6 +246,51 @@ def test_matching_digests_make_a_pull_verified_and_another_one_is_named_with_bot
     assert digests["c"] in str(refused.value)
 
 
+def test_a_parameter_above_the_limit_is_split_and_each_part_is_proved(source: Any):
+    sent = torch.randn(700_001)
+    receiving = start(ReceivingRank, {"small": (3,), "large": tuple(sent.shape)})
+    weights = [torch.randn(3), sent]
+    try:
+        names = ("small", "large")
+        manifest = [
+            TensorSpec.of(name, tensor) for name, tensor in zip(names, weights, strict=True)
+        ]
+        copies = [whole_copy(index, tensor.numel()) for index, tensor in enumerate(weights)]
+        layout = get(receiving.layout.remote())
+        plan = ShardPlan(
+            manifest=tuple(manifest),
+            layout_fingerprint=layout.fingerprint,
+            targets={name: (copy,) for name, copy in zip(names, copies, strict=True)},
+            unused_sources=(),
+            missing_targets=(),
+            partly_sent_targets=(),
+            computed_targets=(),
+            stateful_buffers=(),
+        )
+        published = get(source.publish.remote(layout, plan, weights, 1))
+        parts = [str(piece) for piece in published.pieces]
+        assert parts == [
+            "small",
+            "large[0:262144]",
+            "large[262144:524288]",
+            "large[524288:700001]",
+        ]
+        pull = (published.refs, published.pieces)
+        assert get(receiving.pull.remote(*pull, digests=published.digests)).verified
+        assert torch.equal(get(receiving.values.remote())["large"], sent)
+        wrong = published.digests | {parts[2]: published.digests[parts[1]]}
+        with pytest.raises(DigestMismatchError) as refused:
+            get(receiving.pull.remote(*pull, digests=wrong))
+        assert refused.value.tensor == "large[262144:524288]"
+    finally:
+        ray.kill(receiving)
+
+
+def whole_copy(source_index: int, size: int) -> ShardCopy:
+    whole = Region(start=0, shape=(size,), strides=(1,))
+    return ShardCopy(source=source_index, source_region=whole, target_region=whole)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
 def test_any_bucket_size_brings_the_same_bytes(fused_rank: Any, source: Any, bucket_bytes: int):
     model = Fused()
@@ -254,7 +300,7 @@ def test_any_bucket_size_brings_the_same_bytes(fused_rank: Any, source: Any, buc
     layout, plan = get([receiving.layout.remote(), receiving.plan.remote(manifest)])
     published = get(source.publish.remote(layout, plan, list(weights.values()), bucket_bytes))
     assert (len(published.refs) == 1) is (bucket_bytes > 300)
-    report = get(receiving.pull.remote(published.refs, published.names, digests=published.digests))
+    report = get(receiving.pull.remote(published.refs, published.pieces, digests=published.digests))
     assert report.verified
     model.load_weights(weights.items())
     expected = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -352,7 +352,7 @@ def test_a_loader_that_looks_at_values_of_too_many_elements_is_refused():
         trace_shard_plan(Looks(), manifest, "")
 
 
-def test_a_plan_of_a_trillion_elements_needs_no_memory_for_them():
+def test_a_plan_of_274_billion_elements_needs_no_memory_for_them():
     class Huge(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -20,7 +20,7 @@ from sglang.srt.ray.rank_state import rank_state
 from sglang.srt.ray.weight_lending import send_weights
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
 from sglang.srt.ray.weight_sync.lanes import HostLoopback, Surroundings
-from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
 from sglang.srt.ray.weight_sync.receiver import DEFAULT_PULL_DEADLINE_S, WeightReceiver
 from sglang.srt.ray.weight_sync.shards import ShardPlan
@@ -112,7 +112,7 @@ class SchedulerActorVerbs:
         transaction: str,
         layout_fingerprint: str,
         refs: Sequence[Any],
-        names: Sequence[str],
+        pieces: Sequence[TensorPiece],
         digests: Mapping[str, str],
         deadline_s: float = DEFAULT_PULL_DEADLINE_S,
     ) -> PullReport:
@@ -122,7 +122,7 @@ class SchedulerActorVerbs:
         """
         return self._weight_receiver().pull(
             refs,
-            names,
+            pieces,
             transaction=transaction,
             layout_fingerprint=layout_fingerprint,
             digests=digests,

@@ -16,19 +16,22 @@ import torch
 
 from sglang.srt.ray.weight_sync import transports
 from sglang.srt.ray.weight_sync.digest import algorithm_for, tensor_digest
-from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, dtype_of
+from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout, dtype_of
 from sglang.srt.ray.weight_sync.shards import ShardPlan
 
+_SMALLEST_PIECE = 1 << 20
+"""No parameter is split into less than this many bytes: each ref costs a round of descriptors."""
 _ALIGNMENT = 64  # a cache line; also what every dtype's view needs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """What one rank is told: refs of lists of tensors, their names in order, and each one's digest."""
+    """What one rank is told: refs of lists of tensors, what these are in order, and each one's digest."""
 
     refs: list[Any]
-    names: list[str]
+    pieces: list[TensorPiece]
     digests: dict[str, str]
+    """By `str(piece)`."""
 
 
 class RankBuckets:
@@ -45,21 +48,23 @@ class RankBuckets:
         """Allocates and registers the buckets: as many bytes as the planned parameters have.
 
         Args:
-            bucket_bytes: the most that one bucket holds; a parameter that is bigger has a bucket of its own.
+            bucket_bytes: the most that one ref holds; a larger parameter is split over several.
             device: where the buckets live.
         """
         self.layout = layout
         self.plan = plan
         self._algorithm = algorithm_for([layout.device, torch.device(device).type])
         self._memory: list[torch.Tensor] = []
-        self._groups: list[dict[str, torch.Tensor]] = []
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._groups: list[list[TensorPiece]] = []
         # A partial sync plans for some of the parameters only.
         planned = [spec for spec in layout.entries if spec.name in plan.targets]
         for specs, size in _grouped(planned, bucket_bytes):
             memory = torch.zeros(size, dtype=torch.uint8, device=device)
             transports.pin(memory)
             self._memory.append(memory)
-            self._groups.append(dict(_views(memory, specs)))
+            self._parameters |= dict(_views(memory, specs))
+            self._groups += _pieces(specs, bucket_bytes)
         self._digests: dict[str, str] = {}
         # A registration that outlives its memory would be taken for that of whatever is allocated there next (Ray
         # keys them by address): the next transfer then fails with NIXL_ERR_NOT_FOUND, or reads beyond the region.
@@ -76,23 +81,28 @@ class RankBuckets:
             sources: in the manifest's order; any dtype and device, contiguous or not.
         """
         flat = [source.contiguous().view(-1) for source in sources]
+        for name, view in self._parameters.items():
+            for piece in self.plan.targets[name]:
+                piece.apply(flat, view.view(-1))
         for group in self._groups:
-            for name, view in group.items():
-                for piece in self.plan.targets[name]:
-                    piece.apply(flat, view.view(-1))
-                self._digests[name] = tensor_digest(view, self._algorithm)
+            for part in group:
+                self._digests[str(part)] = tensor_digest(self._view(part), self._algorithm)
 
     def publish(self) -> Published:
         """Refs to the filled buckets. Their memory must not change until every rank has read it."""
         return Published(
-            refs=[transports.put(list(group.values())) for group in self._groups],
-            names=[name for group in self._groups for name in group],
+            refs=[transports.put([self._view(part) for part in group]) for group in self._groups],
+            pieces=[part for group in self._groups for part in group],
             digests=dict(self._digests),
         )
+
+    def _view(self, part: TensorPiece) -> torch.Tensor:
+        return part.of(self._parameters[part.name])
 
     def release(self) -> None:
         """Take the registrations back; also done when this object is dropped."""
         self._groups.clear()
+        self._parameters.clear()
         self._unpin()
 
 
@@ -122,6 +132,18 @@ def _grouped(
         used += size
     if group:
         yield group, used
+
+
+def _pieces(specs: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorPiece]]:
+    """What each ref of a group holds: all of it, or (a single tensor above the limit) one part each."""
+    limit = max(bucket_bytes, _SMALLEST_PIECE)
+    if len(specs) > 1 or specs[0].num_bytes <= limit:
+        yield [TensorPiece(name=spec.name) for spec in specs]
+        return
+    size = specs[0].num_elements
+    step = limit // dtype_of(specs[0].dtype).itemsize
+    for start in range(0, size, step):
+        yield [TensorPiece(name=specs[0].name, elements=(start, min(start + step, size)))]
 
 
 def _aligned(size: int) -> int:

@@ -53,6 +53,26 @@ class TensorSpec:
         return self.num_elements * dtype_of(self.dtype).itemsize
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorPiece:
+    """A parameter, or consecutive elements of one that is too large to travel in one go."""
+
+    name: str
+    elements: tuple[int, int] | None = None
+    """First and last (exclusive) element of the flat parameter; None for all of it, in its own shape."""
+
+    def __str__(self) -> str:
+        return (
+            self.name
+            if self.elements is None
+            else f"{self.name}[{self.elements[0]}:{self.elements[1]}]"
+        )
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This piece of a contiguous parameter, sharing its memory."""
+        return parameter if self.elements is None else parameter.view(-1)[slice(*self.elements)]
+
+
 def fingerprint_of(entries: tuple[TensorSpec, ...]) -> str:
     """SHA-256 (hex) over names, shapes and dtypes in order; equal on every machine for equal entries."""
     text = json.dumps([(e.name, e.shape, e.dtype) for e in entries], separators=(",", ":"))

@@ -98,7 +98,7 @@ class WeightPublisher:
         Args:
             engines: at least one; their order is kept in reports.
             owner: what engines tell others who find them busy; host, process and a random part when None.
-            bucket_bytes: the most that one registered bucket holds (a bigger tensor has its own).
+            bucket_bytes: the most that travels in one go; a larger parameter is split.
             deadline_s: for each wait on an engine or rank, in seconds.
             ttl_s: an engine gives a transaction up this many seconds after it began; 4 deadlines when None.
             lane_floor_gigabytes_per_second: what the path to each rank must give; on one host a share of what two
@@ -329,7 +329,7 @@ class WeightPublisher:
                 transaction,
                 rank.layout.fingerprint,
                 sent.refs,
-                sent.names,
+                sent.pieces,
                 sent.digests,
                 self._deadline_s,
             )

@@ -7,6 +7,7 @@ by digest. The publisher's counterpart is `publisher.py`; the engine-wide verdic
 
 from __future__ import annotations
 
+import collections
 import itertools
 import threading
 import time
@@ -29,7 +30,7 @@ from sglang.srt.ray.weight_sync.errors import (
     WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.lane_meter import RankLaneMeter
-from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus
 from sglang.srt.ray.weight_sync.planning import trace_shard_plan
 from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
@@ -120,14 +121,14 @@ class WeightReceiver:
     def pull(
         self,
         refs: Sequence[Any],
-        names: Sequence[str],
+        names: Sequence[str | TensorPiece],
         *,
         transaction: str | None = None,
         layout_fingerprint: str | None = None,
         digests: Mapping[str, str] | None = None,
         deadline_s: float = DEFAULT_PULL_DEADLINE_S,
     ) -> PullReport:
-        """Pull the tensors of `refs`, in order, into the parameters called `names`.
+        """Pull the tensors of `refs`, in order, into the parameters (or pieces of them) called `names`.
 
         Args:
             refs: RDT ObjectRefs of lists of contiguous tensors; `names` runs over all of them in order.
@@ -161,19 +162,21 @@ class WeightReceiver:
             self._ledger.open(self._record_key(transaction), transaction)
             if layout_fingerprint is not None:
                 self._check_layout(layout_fingerprint)
-            targets = self._targets(names)
+            pieces = [TensorPiece(name=n) if isinstance(n, str) else n for n in names]
+            targets, labels = self._targets(pieces), [str(piece) for piece in pieces]
             if digests is not None:
-                preflight.check_digests(names, targets, digests, rank=self._rank)
+                preflight.check_digests(labels, targets, digests, rank=self._rank)
             counts = preflight.check_sources(
-                refs, names, targets, deadline=deadline, rank=self._rank
+                refs, labels, targets, deadline=deadline, rank=self._rank
             )
-            self._ledger.will_write(names)
+            written = [piece.name for piece in pieces]
+            self._ledger.will_write(written)
             try:
-                report = self._pull_into(refs, names, targets, counts, digests, deadline)
+                report = self._pull_into(refs, labels, targets, counts, digests, deadline)
             except WeightSyncError as error:
-                self._ledger.failed(names, error)
+                self._ledger.failed(written, error)
                 raise
-            self._ledger.succeeded(names)
+            self._ledger.succeeded(written)
             if transaction is not None:
                 self._ledger.report = report
             return report
@@ -188,7 +191,7 @@ class WeightReceiver:
             DigestMismatchError: naming the tensor and both digests; the engine then counts as torn.
         """
         with self._pull_lock:
-            targets = self._targets(list(digests))
+            targets = self._targets([TensorPiece(name=name) for name in digests])
             try:
                 for name, target in zip(digests, targets, strict=True):
                     self._verify(name, target, digests)
@@ -335,19 +338,20 @@ class WeightReceiver:
                 phase="stage",
             )
 
-    def _targets(self, names: Sequence[str]) -> list[torch.Tensor]:
+    def _targets(self, pieces: Sequence[TensorPiece]) -> list[torch.Tensor]:
         parameters = self._parameters()
-        if unknown := sorted(set(names) - set(parameters)):
+        if unknown := sorted({piece.name for piece in pieces} - set(parameters)):
             raise WeightNameError(
                 f"unknown weight name(s) {unknown!r}; weight_layout() lists them", rank=self._rank
             )
-        if duplicate := sorted({name for name in names if names.count(name) > 1}):
+        counts = collections.Counter(map(str, pieces))
+        if duplicate := sorted(label for label, count in counts.items() if count > 1):
             raise WeightNameError(
                 f"weight name(s) given more than once: {duplicate!r}", rank=self._rank
             )
-        chosen = {name: parameters[name] for name in names}
+        chosen = {piece.name: parameters[piece.name] for piece in pieces}
         preflight.check_contiguous(chosen, rank=self._rank)
-        return list(chosen.values())
+        return [piece.of(chosen[piece.name]) for piece in pieces]
 
     # The scheduler
 
