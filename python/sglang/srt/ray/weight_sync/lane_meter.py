@@ -29,6 +29,7 @@ from sglang.srt.ray.weight_sync.lanes import (
     untouched_environment,
 )
 
+LOOPBACK_TIMEOUT_S = 60.0
 PROBE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 
@@ -126,7 +127,14 @@ def measured_lanes(
     keys = [(each.boot, each.device, tuple(each.lane_variables.items())) for each in there]
     firsts = {key: index for index, key in reversed(list(enumerate(keys)))}
     chosen = [addresses[index] for index in firsts.values()]
-    loopbacks = ask(chosen, "lane_loopback", [(timeout_s,)] * len(chosen))
+    # Up to two probes, each of which starts two processes: that takes as long as it takes, whatever a read may take.
+    loopbacks = on_every_rank(
+        chosen,
+        "lane_loopback",
+        [(LOOPBACK_TIMEOUT_S,)] * len(chosen),
+        timeout_s=2 * LOOPBACK_TIMEOUT_S,
+        phase="connect",
+    )
     by_host = dict(zip(firsts, loopbacks, strict=True))
     speeds = _speeds(addresses, {each.device for each in there}, ask, timeout_s)
     here = surroundings("cpu")
