@@ -1,6 +1,6 @@
 """The fault table, executed: every cell on a live engine of two ranks under load, against what the state machine says.
 
-A few cells (each step and each fault at least once) run in the quick tests, the whole grid with the slow ones.
+All cells are slow tests; the quick ones have `test_two_ranks.py` and `test_faults_of_a_live_engine.py`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,13 @@ from sglang.srt.ray.weight_sync.fault_table import Outcome, cells
 PROMPT = list(range(5, 17))
 OLD_SEED, NEW_SEED = 1, 2
 TTL_S = 6.0
-QUICK = {
-    ("plan", "exception"),
-    ("stage", "trainer killed"),
-    ("begin", "trainer frozen"),
-    ("wire", "byte corrupted"),
-    ("wire", "trainer killed"),
-    ("verify", "exception"),
-    ("end", "trainer frozen"),
-    ("flush", "exception"),
-    ("version", "trainer killed"),
-    ("wire", "call repeated"),
-    ("resume", "reply lost"),
-}
 GRID = [
     pytest.param(
         step,
         fault,
         found,
         id=f"{step}-{fault.replace(' ', '-')}",
-        marks=[] if (step, fault) in QUICK else [pytest.mark.slow],
+        marks=[pytest.mark.slow],
     )
     for step, fault, found in cells()
 ]

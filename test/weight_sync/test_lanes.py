@@ -148,8 +148,9 @@ def test_a_path_at_a_hundredth_of_what_the_host_gives_fails_by_default():
         lane_of(speed=0.5, chosen=SLOW).check()
 
 
-def test_between_hosts_only_a_given_floor_fails():
-    there = dataclasses.replace(HERE, boot="2", host="b")
+@pytest.mark.parametrize("change", [{"boot": "2", "host": "b"}, {"device": "cpu", "host": "b"}])
+def test_between_hosts_and_between_cpus_only_a_given_floor_fails(change):
+    there = dataclasses.replace(HERE, **change)
     lane_of(there=there, speed=0.5).check()
     with pytest.raises(SlowLaneError, match="on b gives"):
         lane_of(there=there, speed=0.5, floor=10.0).check()

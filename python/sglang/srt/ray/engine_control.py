@@ -14,6 +14,7 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
 from sglang.srt.ray.weight_sync import errors
@@ -26,6 +27,15 @@ from sglang.srt.ray.weight_sync.errors import (
 
 _ANSWER_MARGIN_S = 2.0
 """How much longer we wait than the engine was told to: its own error says more than a timeout here."""
+
+
+class _RetryLostReplies(Retry):
+    """Asks again after a broken connection, never after a deadline: that wait was the caller's whole budget."""
+
+    def increment(self, *arguments: Any, error: Exception | None = None, **options: Any) -> Retry:
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        return super().increment(*arguments, error=error, **options)
 
 
 class HttpEngineControl:
@@ -53,7 +63,7 @@ class HttpEngineControl:
             False  # engines are inside the cluster: a proxy for the outside is not asked
         )
         # Every call may be repeated (it names its transaction), so a lost reply is asked for again.
-        retry = Retry(total=3, backoff_factor=0.05, allowed_methods=None, status=0)
+        retry = _RetryLostReplies(total=3, backoff_factor=0.05, allowed_methods=None, status=0)
         self._session.mount("http://", HTTPAdapter(max_retries=retry))
         self._session.mount("https://", HTTPAdapter(max_retries=retry))
         if api_key is not None:

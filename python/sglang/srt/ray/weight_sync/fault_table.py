@@ -82,9 +82,7 @@ def _finish(machine: WeightStateMachine) -> Outcome:
 
 
 def _seen(machine: WeightStateMachine, *, raises: bool, after: str) -> Outcome:
-    return Outcome(
-        state=machine.state.value, version=machine.version, raises=raises, after=after
-    )
+    return Outcome(state=machine.state.value, version=machine.version, raises=raises, after=after)
 
 
 def _exception(

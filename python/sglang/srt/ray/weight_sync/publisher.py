@@ -101,8 +101,8 @@ class WeightPublisher:
             bucket_bytes: the most that travels in one go; a larger parameter is split.
             deadline_s: for each wait on an engine or rank, in seconds.
             ttl_s: an engine gives a transaction up this many seconds after it began; 4 deadlines when None.
-            lane_floor_gigabytes_per_second: what the path to each rank must give; on one host a share of what two
-                processes of that host reach when None, and between hosts no floor. `lanes` says what was found.
+            lane_floor_gigabytes_per_second: what the path to each rank must give. When None, a share of what two
+                processes reach for GPU memory on one host, and no floor elsewhere. `lanes` says what was found.
 
         Raises:
             ValueError: no engine, or two of one name.
