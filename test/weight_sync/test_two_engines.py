@@ -1,4 +1,4 @@
-"""A fleet of two engines: both move to a version or none serves it, and what they hold is what a load from disk gives."""
+"""A fleet of two engines: both move to a version or none serves it; what they hold is what a load from disk gives."""
 
 from __future__ import annotations
 
