@@ -32,10 +32,18 @@ _ANSWER_MARGIN_S = 2.0
 class _RetryLostReplies(Retry):
     """Asks again after a broken connection, never after a deadline: that wait was the caller's whole budget."""
 
-    def increment(self, *arguments: Any, error: Exception | None = None, **options: Any) -> Retry:
+    def increment(
+        self,
+        method: str | None = None,
+        url: str | None = None,
+        response: Any = None,
+        error: Exception | None = None,
+        _pool: Any = None,
+        _stacktrace: Any = None,
+    ) -> Retry:
         if isinstance(error, ReadTimeoutError):
             raise error
-        return super().increment(*arguments, error=error, **options)
+        return super().increment(method, url, response, error, _pool, _stacktrace)
 
 
 class HttpEngineControl:
