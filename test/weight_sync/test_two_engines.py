@@ -19,7 +19,7 @@ from sglang.srt.ray.weight_sync import DigestMismatchError, WeightSyncError
 PROMPT = list(range(5, 17))
 DISK_SEED = 7
 WAIT_S = 120.0
-_versions = itertools.count(100_000)  # above whatever the shared engine has served
+_versions = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def connect(trainer: Any, *engines: RunningEngine) -> None:
 
 
 def sync(trainer: Any, seed: int) -> Any:
-    return ray.get(trainer.sync.remote(seed, str(next(_versions)), force=True), timeout=WAIT_S)
+    return ray.get(trainer.sync.remote(seed, f"fleet-{next(_versions)}", force=True), timeout=WAIT_S)
 
 
 def checksums(engine: RunningEngine) -> dict[str, str]:

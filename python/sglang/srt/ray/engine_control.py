@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -40,7 +40,7 @@ class _RetryLostReplies(Retry):
         error: Exception | None = None,
         _pool: Any = None,
         _stacktrace: Any = None,
-    ) -> Retry:
+    ) -> Self:
         if isinstance(error, ReadTimeoutError):
             raise error
         return super().increment(method, url, response, error, _pool, _stacktrace)
