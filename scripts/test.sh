@@ -15,6 +15,7 @@ groups=(
     "test/weight_sync/test_two_ranks.py"
     "test/topology"
     "test/serve"
+    "test/gpu"
 )
 for argument in "$@"; do
     [[ -e ${argument%%::*} ]] && groups=("")

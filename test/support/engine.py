@@ -127,9 +127,13 @@ class RunningEngine:
 
 @contextlib.contextmanager
 def running_engine(
-    model_path: Path, *, placement_group: Any = None, **server_args: Any
+    model_path: Path,
+    *,
+    placement_group: Any = None,
+    host_environment: dict[str, str] | None = None,
+    **server_args: Any,
 ) -> Iterator[RunningEngine]:
-    """Start an engine for weight syncs on the CPU and end it; `server_args` win over the defaults here."""
+    """Start an engine for weight syncs (on the CPU) and end it; `server_args` win over the defaults here."""
     arguments = {
         "model_path": str(model_path),
         "device": "cpu",
@@ -140,7 +144,8 @@ def running_engine(
         "enable_rdt_weight_sync": True,
         "sleep_on_idle": True,  # else the idle loop takes a whole core from everybody else
     } | server_args
-    host = ray.remote(num_cpus=0)(EngineHost).remote()
+    environment = {"env_vars": host_environment or {}}
+    host = ray.remote(num_cpus=0, runtime_env=environment)(EngineHost).remote()
     try:
         url, actors = ray.get(
             host.start.remote(arguments, placement_group), timeout=START_TIMEOUT_S

@@ -17,16 +17,18 @@ from .models import new_model
 class Trainer:
     """Either drives a `WeightPublisher`, or calls the verbs itself as existing trainers do."""
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: Any = None, device: str = "cpu", dtype: str = "float32") -> None:
         import torch
 
         torch.set_num_threads(1)
         self._config = config
+        self._place = {"device": device, "dtype": getattr(torch, dtype)}
         self._publisher: Any = None
         self._held: list[Any] = []
 
     def state(self, seed: int) -> dict[str, Any]:
-        return new_model(seed, self._config).state_dict()
+        state = new_model(seed, self._config).state_dict()
+        return {name: tensor.to(**self._place) for name, tensor in state.items()}
 
     def connect(self, controls: Sequence[tuple[str, list[Any], str]], **options: Any) -> None:
         """`controls`: URL, actor handles and name of each engine."""
@@ -72,10 +74,12 @@ class Trainer:
         return answers
 
 
-def start_trainer(config: Any = None) -> Any:
-    """The actor; the caller kills it."""
-    actor_class = ray.remote(num_cpus=0, enable_tensor_transport=True)(Trainer)
-    return actor_class.remote(config)
+def start_trainer(
+    config: Any = None, device: str = "cpu", dtype: str = "float32", **options: Any
+) -> Any:
+    """The actor, with Ray's `options` for it; the caller kills it."""
+    actor_class = ray.remote(**{"num_cpus": 0, "enable_tensor_transport": True} | options)(Trainer)
+    return actor_class.remote(config, device, dtype)
 
 
 class ServeTrainer(Trainer):

@@ -61,8 +61,8 @@ class Rank:
     def lane_surroundings(self) -> Any:
         return self.meter.surroundings()
 
-    def lane_loopback(self, timeout_s: float) -> Any:
-        return self.meter.loopback(timeout_s)
+    def lane_loopback(self, timeout_s: float, source_device: str) -> Any:
+        return self.meter.loopback(timeout_s, source_device)
 
     def measure_lane(self, refs: Any, timeout_s: float) -> float:
         return self.meter.measure(refs, timeout_s)

@@ -152,9 +152,9 @@ class SchedulerActorVerbs:
         return self._weight_receiver().lane_meter.surroundings()
 
     @ray.method(concurrency_group="control")
-    def lane_loopback(self, timeout_s: float) -> HostLoopback:
+    def lane_loopback(self, timeout_s: float, source_device: str) -> HostLoopback:
         """What this host gives between two throw-away processes of its own; measured once."""
-        return self._weight_receiver().lane_meter.loopback(timeout_s)
+        return self._weight_receiver().lane_meter.loopback(timeout_s, source_device)
 
     @ray.method(concurrency_group="weights")
     def measure_lane(self, refs: Sequence[Any], timeout_s: float) -> float:

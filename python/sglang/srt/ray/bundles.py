@@ -37,6 +37,7 @@ class _Request:
     ranks: int
     replicas: int
     resource: str
+    share: float
     one_device_per_bundle: bool
     indices: Sequence[int] | None
     nodes: Sequence[str] | None
@@ -53,6 +54,7 @@ def assign_bundles(
     nodes: Sequence[str] | None = None,
     engine_node: str | None = None,
     replicas: int = 1,
+    share: float = 1.0,
 ) -> list[int]:
     """Bundle index of each rank, in rank order (replicas outside, then pipeline stages, then tensor ranks).
 
@@ -64,6 +66,8 @@ def assign_bundles(
         indices: bundles to use, in rank order; None takes those that have the resource, the engine's node first.
         nodes, engine_node: node id of each bundle and of the launching process, beside which each rank 0 must run.
         replicas: data-parallel replicas, each with a rank 0 that talks to the launching process.
+        share: how much of a device one rank takes; below 1 only in bundles of one device at most, because Ray would
+            put two ranks on one device of a larger one.
 
     Raises:
         ValueError: the bundles cannot hold the ranks as asked, with what was needed and what was found.
@@ -72,6 +76,7 @@ def assign_bundles(
         ranks=ranks,
         replicas=replicas,
         resource=resource,
+        share=share,
         one_device_per_bundle=one_device_per_bundle,
         indices=indices,
         nodes=nodes,
@@ -100,13 +105,19 @@ def assign_bundles(
 def _candidates(bundles: Sequence[Mapping[str, float]], request: _Request) -> list[int]:
     if request.indices is not None:
         return _checked_indices(request.indices, len(bundles))
-    candidates = [i for i, bundle in enumerate(bundles) if bundle.get(request.resource, 0) >= 1]
+    candidates = [
+        i for i, bundle in enumerate(bundles) if _fits(bundle.get(request.resource, 0), request)
+    ]
     nodes = request.nodes
     if nodes is not None:
         # A node's bundles side by side, so that the ranks of a replica share a node where they can.
         order = {node: place for place, node in reversed(list(enumerate(nodes)))}
         candidates.sort(key=lambda i: (nodes[i] != request.engine_node, order[nodes[i]]))
     return candidates
+
+
+def _fits(free: float, request: _Request) -> bool:
+    return free >= request.share - 1e-6  # Ray counts in steps of 1e-4
 
 
 def _checked_indices(indices: Sequence[int], total: int) -> list[int]:
@@ -125,7 +136,13 @@ def _slots(
     """Each candidate bundle, once for every rank that it can hold."""
     slots: list[int] = []
     for index in candidates:
-        devices = int(bundles[index].get(request.resource, 0))
+        free = bundles[index].get(request.resource, 0)
+        if request.share < 1 < free:
+            raise ValueError(
+                f"bundle {index} has {free:g} {request.resource}s; a rank that takes {request.share:g} of one needs "
+                f"bundles of one {request.resource} each: {dict(bundles[index])!r}"
+            )
+        devices = int(free) if request.share == 1 else int(_fits(free, request))
         if devices < 1 and request.indices is not None:
             raise ValueError(f"bundle {index} has no {request.resource}: {dict(bundles[index])!r}")
         if request.one_device_per_bundle:

@@ -24,6 +24,7 @@ from sglang.srt.ray.bundles import assign_bundles, bundle_indices_from_environme
 
 READY_TIMEOUT_VARIABLE = "SGLANG_RAY_PLACEMENT_TIMEOUT_S"
 DEFAULT_READY_TIMEOUT_S = 60.0
+GPU_SHARE_VARIABLE = "SGLANG_RAY_GPUS_PER_RANK"
 _POLL_S = 0.2
 
 _ambient_group: contextvars.ContextVar[PlacementGroup | None] = contextvars.ContextVar(
@@ -76,10 +77,36 @@ def device_resource(device: str) -> str:
 
 
 def actor_resources(device: str) -> dict[str, float]:
-    """Ray resource options of one rank's actor: one CPU per CPU rank, one GPU (and no CPU) otherwise."""
+    """Ray resource options of one rank's actor: one CPU per CPU rank, one GPU (or a share) and no CPU otherwise."""
     if device == "cpu":
         return {"num_cpus": 1, "num_gpus": 0}
-    return {"num_cpus": 0, "num_gpus": 1}
+    return {"num_cpus": 0, "num_gpus": gpu_share()}
+
+
+def gpu_share() -> float:
+    """How much of a GPU a rank asks Ray for: all of it, or what `SGLANG_RAY_GPUS_PER_RANK` says.
+
+    A trainer that shares the GPU takes the rest of the same bundle. It is Ray's bookkeeping alone: how much memory
+    each of the two uses is up to `mem_fraction_static` and the trainer.
+
+    Raises:
+        ValueError: not a number above 0 and up to 1.
+    """
+    text = os.environ.get(GPU_SHARE_VARIABLE, "1")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{GPU_SHARE_VARIABLE}={text!r} is not a share of a GPU (above 0, up to 1)"
+        )
+    return share
+
+
+def rank_share(device: str) -> float:
+    """How much of `device_resource` one rank takes."""
+    return 1.0 if device == "cpu" else gpu_share()
 
 
 def choose_group(
@@ -170,6 +197,7 @@ def place_ranks(chosen: ChosenGroup, *, device: str, ranks: int, replicas: int) 
             ranks=ranks,
             replicas=replicas,
             resource=device_resource(device),
+            share=rank_share(device),
             one_device_per_bundle=chosen.one_device_per_bundle,
             indices=None if chosen.owned else bundle_indices_from_environment(),
             nodes=nodes,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from sglang.srt.ray.weight_sync import transports
-from sglang.srt.ray.weight_sync.digest import algorithm_for, tensor_digest
+from sglang.srt.ray.weight_sync.digest import algorithm_for, settle, tensor_digests
 from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout, dtype_of
-from sglang.srt.ray.weight_sync.shards import ShardPlan
+from sglang.srt.ray.weight_sync.shards import ShardCopy, ShardPlan
 
 _SMALLEST_PIECE = 1 << 20
 """No parameter is split into less than this many bytes: each ref costs a round of descriptors."""
@@ -65,6 +65,13 @@ class RankBuckets:
             self._memory.append(memory)
             self._parameters |= dict(_views(memory, specs))
             self._groups += _pieces(specs, bucket_bytes)
+        self._copies: list[tuple[ShardCopy, torch.Tensor]] = []
+        for name, parameter in self._parameters.items():
+            for piece in plan.targets[name]:
+                if isinstance(piece, ShardCopy):
+                    self._copies.append((piece, piece.target_region.of(parameter.view(-1))))
+                else:
+                    piece.apply([], parameter.view(-1))  # a constant: set once, no copy touches it
         self._digests: dict[str, str] = {}
         # A registration that outlives its memory would be taken for that of whatever is allocated there next (Ray
         # keys them by address): the next transfer then fails with NIXL_ERR_NOT_FOUND, or reads beyond the region.
@@ -80,13 +87,17 @@ class RankBuckets:
         Args:
             sources: in the manifest's order; any dtype and device, contiguous or not.
         """
+        settle(sources)
         flat = [source.contiguous().view(-1) for source in sources]
-        for name, view in self._parameters.items():
-            for piece in self.plan.targets[name]:
-                piece.apply(flat, view.view(-1))
-        for group in self._groups:
-            for part in group:
-                self._digests[str(part)] = tensor_digest(self._view(part), self._algorithm)
+        # Pieces never overlap (planning sees to that), so their order is free, and one kernel may copy many.
+        if self._copies:
+            torch._foreach_copy_(
+                [target for _, target in self._copies],
+                [copy.source_region.of(flat[copy.source]) for copy, _ in self._copies],
+            )
+        parts = [part for group in self._groups for part in group]
+        found = tensor_digests([self._view(part) for part in parts], self._algorithm)
+        self._digests = dict(zip(map(str, parts), found, strict=True))
 
     def publish(self) -> Published:
         """Refs to the filled buckets. Their memory must not change until every rank has read it."""
@@ -103,6 +114,7 @@ class RankBuckets:
         """Take the registrations back; also done when this object is dropped."""
         self._groups.clear()
         self._parameters.clear()
+        self._copies.clear()
         self._unpin()
 
 

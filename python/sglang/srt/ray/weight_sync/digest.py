@@ -10,7 +10,7 @@ chance of about 2^-60; neither resists an adversary, which is not their job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import xxhash
@@ -37,6 +37,16 @@ def can_run(algorithm: str, device_type: str) -> bool:
     return algorithm == SUMS or (algorithm == XXH3 and device_type == "cpu")
 
 
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until no kernel that was already launched reads or writes these tensors.
+
+    A forward or an optimizer step may run on another stream than this thread's, and a one-sided read on none at all.
+    """
+    for device in {tensor.device for tensor in tensors}:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+
+
 def tensor_digest(tensor: torch.Tensor, algorithm: str) -> str:
     """Digest of a contiguous tensor's bytes, as `algorithm:32 hex digits`.
 
@@ -51,14 +61,47 @@ def tensor_digest(tensor: torch.Tensor, algorithm: str) -> str:
         raise ValueError(f"only contiguous tensors have a digest, got strides {tensor.stride()!r}")
     data = tensor.detach().reshape(-1).view(torch.uint8)
     if algorithm == SUMS:
-        row_part, column_part = _mixed_sums(data)
-        return f"{SUMS}:{row_part & _ALL_ONES:016x}{column_part & _ALL_ONES:016x}"
+        return _text(*_mixed_sums(data))
     if algorithm == XXH3 and data.device.type == "cpu":
         return f"{XXH3}:{xxhash.xxh3_128_hexdigest(data.numpy())}"
     raise ValueError(f"digest algorithm {algorithm!r} cannot run on device {data.device.type!r}")
 
 
+def tensor_digests(tensors: Sequence[torch.Tensor], algorithm: str) -> list[str]:
+    """`tensor_digest` of each of them, with one kernel and one wait for all that a GPU can read at once."""
+    if algorithm != SUMS or not any(tensor.device.type == "cuda" for tensor in tensors):
+        return [tensor_digest(tensor, algorithm) for tensor in tensors]
+    from sglang.srt.ray.weight_sync import digest_kernel
+
+    together = [t for t in tensors if digest_kernel.fits(t) and t.is_contiguous()]
+    if len({tensor.device for tensor in together}) != 1:
+        return [tensor_digest(tensor, algorithm) for tensor in tensors]
+    parts = iter(_finished(together, *digest_kernel.raw_sums(together, _GOLDEN)))
+    joined = {id(tensor) for tensor in together}
+    return [
+        _text(*next(parts)) if id(tensor) in joined else tensor_digest(tensor, algorithm)
+        for tensor in tensors
+    ]
+
+
+def _finished(
+    tensors: Sequence[torch.Tensor], row_parts: torch.Tensor, columns: torch.Tensor
+) -> list[tuple[int, int]]:
+    """Both halves of each digest from the kernel's sums: adds the length's place among the rows, mixes the columns."""
+    lengths = [tensor.nbytes for tensor in tensors]
+    last_rows = [-(-length // (_ROW_WORDS * 8)) + 1 for length in lengths]
+    table = torch.tensor([lengths, last_rows], dtype=torch.int64).to(row_parts.device)
+    rows = row_parts + _mixed_at(table[0], table[1])
+    places = _positions(_ROW_WORDS, columns.device)
+    column_parts = _mixed_at(columns, places).sum(dim=1)
+    return [(row, column) for row, column in torch.stack([rows, column_parts], dim=1).tolist()]
+
+
 _ALL_ONES = (1 << 64) - 1
+
+
+def _text(row_part: int, column_part: int) -> str:
+    return f"{SUMS}:{row_part & _ALL_ONES:016x}{column_part & _ALL_ONES:016x}"
 
 
 def _mixed_sums(data: torch.Tensor) -> tuple[int, int]:
@@ -109,7 +152,11 @@ def _positions(count: int, device: torch.device) -> torch.Tensor:
 
 def _mix(sums: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser over each sum and its position: a bijection of the sum at every position."""
-    mixed = sums + _positions(sums.numel(), sums.device) * _GOLDEN
+    return _mixed_at(sums, _positions(sums.numel(), sums.device))
+
+
+def _mixed_at(sums: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    mixed = sums + positions * _GOLDEN
     mixed = (mixed ^ _shift_right(mixed, 30)) * _MIX_1
     mixed = (mixed ^ _shift_right(mixed, 27)) * _MIX_2
     return mixed ^ _shift_right(mixed, 31)

@@ -48,8 +48,8 @@ def _serve(device: str, num_bytes: int) -> None:
     sys.stdin.read()  # until the reader is done
 
 
-def _read(device: str, num_bytes: int) -> None:
-    arguments = ["--device", device, "--bytes", str(num_bytes), "--source"]
+def _read(device: str, num_bytes: int, source_device: str) -> None:
+    arguments = ["--device", source_device, "--bytes", str(num_bytes), "--source"]
     source = subprocess.Popen(
         [sys.executable, "-P", __file__, *arguments],
         stdin=subprocess.PIPE,
@@ -58,8 +58,9 @@ def _read(device: str, num_bytes: int) -> None:
     )
     assert source.stdin is not None
     try:
-        metadata, descriptors = _offer_of(source)
+        # While the other process imports torch, so does this one.
         agent, _memory_kept, local = _agent("reader", device, num_bytes)
+        metadata, descriptors = _offer_of(source)
         remote = agent.add_remote_agent(metadata)
         there = agent.deserialize_descs(descriptors)
         seconds = [_seconds_of_a_read(agent, local, there, remote) for _ in range(_REPEATS + 1)]
@@ -97,10 +98,14 @@ def main() -> None:
     """One of the two processes: the reader (which starts the other) or the source."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--source-device", choices=["cpu", "cuda"])
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--source", action="store_true")
     arguments = parser.parse_args()
-    (_serve if arguments.source else _read)(arguments.device, arguments.bytes)
+    if arguments.source:
+        _serve(arguments.device, arguments.bytes)
+    else:
+        _read(arguments.device, arguments.bytes, arguments.source_device or arguments.device)
 
 
 if __name__ == "__main__":

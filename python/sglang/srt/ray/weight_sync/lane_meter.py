@@ -51,24 +51,30 @@ class RankLaneMeter:
     def __init__(self, device: torch.device, *, rank: int) -> None:
         self._device = device
         self._rank = rank
-        self._loopback: HostLoopback | None = None
+        self._loopbacks: dict[str, HostLoopback] = {}
         self._abandoned: list[torch.Tensor | None] = []
 
     def surroundings(self) -> Surroundings:
         return surroundings(self._device.type)
 
-    def loopback(self, timeout_s: float) -> HostLoopback:
-        """Measured once in the life of the process, in throw-away processes (a second or two on a CPU)."""
-        if self._loopback is None:
+    def loopback(self, timeout_s: float, source_device: str) -> HostLoopback:
+        """Measured once in the life of the process, in throw-away processes (a second or two on a CPU).
+
+        `source_device` is where the publisher's memory is: what a host gives from a CPU to a GPU says nothing of what
+        it gives between GPUs.
+        """
+        if source_device not in self._loopbacks:
             kind: Any = self._device.type
             environment = dict(os.environ)
             plain = untouched_environment(environment, kind)
-            options = {"device": kind, "num_bytes": PROBE_BYTES[kind], "timeout_s": timeout_s}
+            num_bytes = min(PROBE_BYTES[kind], PROBE_BYTES[source_device])
+            options: dict[str, Any] = {"device": kind, "source_device": source_device}
+            options |= {"num_bytes": num_bytes, "timeout_s": timeout_s}
             chosen = probe_loopback(environment=environment, **options)
             same = lane_variables(plain) == lane_variables(environment)
             best = chosen if same else probe_loopback(environment=plain, **options)
-            self._loopback = HostLoopback(chosen=chosen, untouched=best)
-        return self._loopback
+            self._loopbacks[source_device] = HostLoopback(chosen=chosen, untouched=best)
+        return self._loopbacks[source_device]
 
     def measure(self, refs: Sequence[Any], timeout_s: float) -> float:
         """GB/s of reading the probe buffers of `refs` into memory of this rank; the best read counts.
@@ -127,17 +133,18 @@ def measured_lanes(
     keys = [(each.boot, each.device, tuple(each.lane_variables.items())) for each in there]
     firsts = {key: index for index, key in reversed(list(enumerate(keys)))}
     chosen = [addresses[index] for index in firsts.values()]
+    device = _probe_device({each.device for each in there})
     # Up to two probes, each of which starts two processes: that takes as long as it takes, whatever a read may take.
     loopbacks = on_every_rank(
         chosen,
         "lane_loopback",
-        [(LOOPBACK_TIMEOUT_S,)] * len(chosen),
+        [(LOOPBACK_TIMEOUT_S, device)] * len(chosen),
         timeout_s=2 * LOOPBACK_TIMEOUT_S,
         phase="connect",
     )
     by_host = dict(zip(firsts, loopbacks, strict=True))
-    speeds = _speeds(addresses, {each.device for each in there}, ask, timeout_s)
-    here = surroundings("cpu")
+    speeds = _speeds(addresses, device, ask, timeout_s)
+    here = surroundings(device)
     return [
         judged(
             engine=address.engine.name,
@@ -152,11 +159,15 @@ def measured_lanes(
     ]
 
 
+def _probe_device(devices: set[str]) -> str:
+    """Where this process keeps its probe: on a GPU if it has one and every rank does."""
+    return "cuda" if devices == {"cuda"} and torch.cuda.is_available() else "cpu"
+
+
 def _speeds(
-    addresses: Sequence[RankAddress], devices: set[str], ask: Any, timeout_s: float
+    addresses: Sequence[RankAddress], device: str, ask: Any, timeout_s: float
 ) -> list[float]:
     """All ranks at once, as in a sync: what they share (a link, a core) is part of the answer."""
-    device = "cuda" if devices == {"cuda"} and torch.cuda.is_available() else "cpu"
     buffer = torch.zeros(PROBE_BYTES[device], dtype=torch.uint8, device=device)
     transports.pin(buffer)
     try:

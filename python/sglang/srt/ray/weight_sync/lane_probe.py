@@ -35,11 +35,14 @@ class Loopback:
 def probe_loopback(
     *,
     device: Literal["cpu", "cuda"] = "cpu",
+    source_device: Literal["cpu", "cuda"] | None = None,
     environment: Mapping[str, str] | None = None,
     num_bytes: int = DEFAULT_PROBE_BYTES,
     timeout_s: float = 60.0,
 ) -> Loopback:
     """Read `num_bytes` from another process under `environment` (this process's own when None).
+
+    `device` is where the reader's memory is, `source_device` the other one's (the same when None).
 
     Called at launch, at connect and by `doctor`, on any thread; takes a second on a CPU, several with a CUDA device.
 
@@ -51,6 +54,7 @@ def probe_loopback(
     # By path and with -P, so that neither sglang (seconds of imports) nor our folder gets in.
     script = str(Path(__file__).with_name("lane_child.py"))
     command = [sys.executable, "-P", script, "--device", device, "--bytes", str(num_bytes)]
+    command += ["--source-device", source_device or device]
     try:
         done = subprocess.run(
             command, env=place, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from sglang.srt.ray.weight_sync.errors import SlowLaneError
 from sglang.srt.ray.weight_sync.lane_probe import Loopback
 
-DEFAULT_CUDA_FLOOR_SHARE = 0.05
-"""A path between two processes with GPU memory on one host must reach this share of the host's loop-back.
+DEFAULT_FLOOR_SHARES = {"cuda": 0.01}
+"""By a rank's device: a path on one host must reach this share of the host's loop-back.
 
-The wrong lane is slower by a factor of 2,000 there. Between CPUs it is one of 3 to 6, less than what a busy machine
-takes away from the right one, so there the lane is told by its name and only a caller's own floor fails it.
+The wrong lane between GPUs is slower by a factor of 2,000; the milliseconds in which Ray notices the end of a read
+weigh more than the read there (166-190 GB/s of 1,500 were seen at best), hence the small share. Between CPUs the wrong
+lane is slower by 3 to 6, less than what a busy machine takes away from the right one, so there it is told by its name
+and only a caller's own floor fails it.
 """
 
 _CUDA_READ = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
@@ -131,7 +133,7 @@ def judged(
 ) -> Lane:
     """What was measured between `here` (the publisher) and `there` (the rank), with what is wrong with it."""
     same_host = here.boot == there.boot
-    warnings = [*there.warnings]
+    warnings = [*there.warnings, *(f"the trainer's {text}" for text in here.warnings)]
     if same_host and here.pid_namespace != there.pid_namespace:
         warnings.append(
             "trainer and rank are in different PID namespaces, which rules out CUDA IPC and cross-memory attach; "
@@ -143,8 +145,14 @@ def judged(
             f"reads take {mine.lane!r} ({mine.gigabytes_per_second:.2f} GB/s in a loop-back) where {best.lane!r} "
             f"({best.gigabytes_per_second:.2f} GB/s) is available"
         )
-    if floor is None and same_host and there.device == "cuda":
-        floor = DEFAULT_CUDA_FLOOR_SHARE * max(mine.gigabytes_per_second, best.gigabytes_per_second)
+    elif _is_slow(best.lane):
+        warnings.append(
+            f"this host gives nothing better than {best.lane!r} ({best.gigabytes_per_second:.2f} GB/s) from "
+            f"{here.device} memory to {there.device} memory"
+        )
+    if floor is None and same_host and there.device in DEFAULT_FLOOR_SHARES:
+        share = DEFAULT_FLOOR_SHARES[there.device]
+        floor = share * max(mine.gigabytes_per_second, best.gigabytes_per_second)
     return Lane(
         engine=engine,
         rank=rank,

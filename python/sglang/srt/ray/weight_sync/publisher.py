@@ -34,7 +34,8 @@ from sglang.srt.ray.weight_sync.shards import ShardPlan
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 60.0
-DEFAULT_BUCKET_BYTES = 256 << 20
+DEFAULT_BUCKET_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+"""By where the buckets live: each ref costs 1-3 ms on both sides, in which a GPU moves a gigabyte."""
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 _ANSWER_MARGIN_S = 2.0
 """How much longer we wait for a rank than it was told to: its own error says more than a timeout here."""
@@ -65,7 +66,7 @@ class WeightPublisher:
         ranks: Sequence[_Rank],
         *,
         owner: str,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         deadline_s: float,
         ttl_s: float,
         sequence: int,
@@ -88,7 +89,7 @@ class WeightPublisher:
         engines: Sequence[EngineControl],
         *,
         owner: str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         ttl_s: float | None = None,
         lane_floor_gigabytes_per_second: float | None = None,
@@ -98,7 +99,8 @@ class WeightPublisher:
         Args:
             engines: at least one; their order is kept in reports.
             owner: what engines tell others who find them busy; host, process and a random part when None.
-            bucket_bytes: the most that travels in one go; a larger parameter is split.
+            bucket_bytes: the most that travels in one go; a larger parameter is split. When None, 256 MiB on a CPU
+                and 2 GiB on a GPU.
             deadline_s: for each wait on an engine or rank, in seconds.
             ttl_s: an engine gives a transaction up this many seconds after it began; 4 deadlines when None.
             lane_floor_gigabytes_per_second: what the path to each rank must give. When None, a share of what two
@@ -277,7 +279,10 @@ class WeightPublisher:
         for rank in self._ranks:
             if rank.buckets is not None and rank.buckets.serves(layout, plan):
                 return rank.buckets
-        return RankBuckets(layout=layout, plan=plan, bucket_bytes=self._bucket_bytes, device=device)
+        bucket_bytes = (
+            self._bucket_bytes or DEFAULT_BUCKET_BYTES["cpu" if device.type == "cpu" else "cuda"]
+        )
+        return RankBuckets(layout=layout, plan=plan, bucket_bytes=bucket_bytes, device=device)
 
     def _distinct_buckets(self) -> list[RankBuckets]:
         return list(

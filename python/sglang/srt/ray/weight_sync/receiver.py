@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang.srt.ray.weight_sync import preflight, transports
-from sglang.srt.ray.weight_sync.digest import tensor_digest
+from sglang.srt.ray.weight_sync.digest import settle, tensor_digests
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -193,8 +193,7 @@ class WeightReceiver:
         with self._pull_lock:
             targets = self._targets([TensorPiece(name=name) for name in digests])
             try:
-                for name, target in zip(digests, targets, strict=True):
-                    self._verify(name, target, digests)
+                self._verify(list(digests), targets, digests)
             except DigestMismatchError as error:
                 self._ledger.failed([str(error.tensor)], error)
                 raise
@@ -211,6 +210,7 @@ class WeightReceiver:
         digests: Mapping[str, str] | None,
         deadline: float,
     ) -> PullReport:
+        settle(targets)
         started = time.perf_counter()
         ends = list(itertools.accumulate(counts))
         groups = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -239,6 +239,8 @@ class WeightReceiver:
         """Reads that may be under way together; returns when (`perf_counter`) the last one had arrived."""
         reads: list[transports.Read] = []
         arrived_at = 0.0
+        # A GPU reads all of it in about the time that starting and awaiting one kernel takes.
+        at_once = targets[0].device.type != "cpu"
         try:
             for ref, group in zip(refs, groups, strict=True):
                 reads.append(self._start(ref, names[group], targets[group]))
@@ -246,9 +248,11 @@ class WeightReceiver:
                 self._finish(read, names[group], targets[group], deadline)
                 arrived_at = time.perf_counter()
                 # While this bucket is hashed the next ones are on the wire (NIXL has a thread of its own).
-                if digests is not None:
-                    for name, target in zip(names[group], targets[group], strict=True):
-                        self._verify(name, target, digests)
+                if digests is not None and not at_once:
+                    self._verify(names[group], targets[group], digests)
+            if digests is not None and at_once:
+                whole = slice(groups[0].start, groups[-1].stop)
+                self._verify(names[whole], targets[whole], digests)
         except BaseException:
             self._ledger.give_up(reads)
             raise
@@ -296,16 +300,22 @@ class WeightReceiver:
             phase="wire",
         )
 
-    def _verify(self, name: str, target: torch.Tensor, digests: Mapping[str, str]) -> None:
-        expected = digests[name]
-        found = tensor_digest(target, expected.partition(":")[0])
-        if found != expected:
-            raise DigestMismatchError(
-                f"{name!r} does not hold what was sent: source {expected}, here {found}",
-                rank=self._rank,
-                tensor=name,
-                phase="verify",
-            )
+    def _verify(
+        self, names: Sequence[str], targets: Sequence[torch.Tensor], digests: Mapping[str, str]
+    ) -> None:
+        by_algorithm: dict[str, dict[str, torch.Tensor]] = {}
+        for name, target in zip(names, targets, strict=True):
+            by_algorithm.setdefault(digests[name].partition(":")[0], {})[name] = target
+        for algorithm, chosen in by_algorithm.items():
+            found = tensor_digests(list(chosen.values()), algorithm)
+            for name, digest in zip(chosen, found, strict=True):
+                if digest != digests[name]:
+                    raise DigestMismatchError(
+                        f"{name!r} does not hold what was sent: source {digests[name]}, here {digest}",
+                        rank=self._rank,
+                        tensor=name,
+                        phase="verify",
+                    )
 
     # Checks before the first byte
 
