@@ -82,9 +82,10 @@ def assert_serves(engine: RunningEngine, seed: int) -> Generation:
 
 def test_outputs_follow_the_weights_while_addresses_stay_and_graphs_run(engine, trainers):
     before = in_rank(engine, addresses)
-    fresh = engine.generate(
-        [ENGINE_SEED, *PROMPT], 12
-    )  # what the checkpoint gives, before any sync
+    if not trainers["synced"]:
+        assert in_rank(engine, bytes_in_the_rank) == expected_bytes(ENGINE_SEED), "the checkpoint"
+    sync(trainers, ENGINE_SEED)
+    fresh = engine.generate(NEVER_CACHED, 12)
     assert {kind for kind, _ in before.values()} == {DEVICE}
     for seed in (11, 12, ENGINE_SEED):
         report = sync(trainers, seed)

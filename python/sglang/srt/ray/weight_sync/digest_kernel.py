@@ -17,8 +17,8 @@ import triton.language as tl
 
 ROW_WORDS = 512
 _BLOCK_ROWS = 128  # 512 KiB a program: thousands of programs for a model, and few atomic additions
-_TILE_ROWS = 8
-_WARPS = 8
+_TILE_ROWS = 4
+_WARPS = 4
 
 
 @triton.jit
