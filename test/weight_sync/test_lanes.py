@@ -144,7 +144,7 @@ def lane_of(*, there: Surroundings = HERE, chosen=FAST, speed: float, floor: flo
 
 def test_a_path_at_a_hundredth_of_what_the_host_gives_fails_by_default():
     lane_of(speed=600.0).check()
-    with pytest.raises(SlowLaneError, match=r"0\.500 GB/s, its floor is 50\.000"):
+    with pytest.raises(SlowLaneError, match=r"0\.500 GB/s, its floor is 10\.000"):
         lane_of(speed=0.5, chosen=SLOW).check()
 
 
