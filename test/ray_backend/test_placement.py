@@ -132,6 +132,33 @@ def test_a_rank_takes_a_cpu_on_a_cpu_and_a_gpu_anywhere_else():
         assert actor_resources(device) == {"num_cpus": 0, "num_gpus": 1}
 
 
+def test_a_rank_takes_the_share_of_a_gpu_that_the_environment_gives(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("SGLANG_RAY_GPUS_PER_RANK", "0.6")
+    assert actor_resources("cuda") == {"num_cpus": 0, "num_gpus": 0.6}
+    assert actor_resources("cpu") == {"num_cpus": 1, "num_gpus": 0}
+
+
+@pytest.mark.parametrize("text", ["0", "-0.5", "1.5", "half", "nan"])
+def test_what_is_no_share_of_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setenv("SGLANG_RAY_GPUS_PER_RANK", text)
+    with pytest.raises(ValueError, match=f"SGLANG_RAY_GPUS_PER_RANK='{text}'"):
+        actor_resources("cuda")
+
+
+def test_a_rank_with_a_share_fits_beside_a_trainer_and_nowhere_else():
+    options = {"resource": "GPU", "share": 0.6}
+    assert assign([{"GPU": 0.6}, {"GPU": 0.5}, {"GPU": 1.0 - 0.4}], 2, **options) == [0, 2]
+    with pytest.raises(ValueError, match="too small"):
+        assign([{"GPU": 0.6}, {"GPU": 0.5}], 2, **options)
+
+
+def test_ranks_with_a_share_never_meet_on_a_device_of_a_larger_bundle():
+    with pytest.raises(ValueError, match="bundles of one GPU each"):
+        assign([{"GPU": 8.0}], 8, resource="GPU", share=0.5, one_device_per_bundle=False)
+
+
 # Which group
 
 

@@ -45,7 +45,9 @@ def connect(trainer: Any, *engines: RunningEngine) -> None:
 
 
 def sync(trainer: Any, seed: int) -> Any:
-    return ray.get(trainer.sync.remote(seed, f"fleet-{next(_versions)}", force=True), timeout=WAIT_S)
+    return ray.get(
+        trainer.sync.remote(seed, f"fleet-{next(_versions)}", force=True), timeout=WAIT_S
+    )
 
 
 def checksums(engine: RunningEngine) -> dict[str, str]:
