@@ -83,5 +83,7 @@ def test_the_publishing_snippet_syncs_every_replica(
         return str(names["report"].version)
 
     assert ray.get(trainer.__ray_call__.remote(run_there), timeout=120) == str(number)
+    # The snippet's publisher took over from the one that all tests share.
+    ray.get(trainer.connect_serve.remote(served.name, MODEL), timeout=120)
     for _ in range(6):
         assert_serves(new_model(number), [5, 6, 7], served.generate([5, 6, 7], 4))

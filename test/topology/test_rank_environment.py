@@ -13,6 +13,8 @@ from sglang.srt.ray import rank_actors, rank_environment
 from sglang.srt.ray.placement import ChosenGroup, Place
 from sglang.srt.ray.rank_environment import cpu_shares, rank_environments
 
+GPU_LANE = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+
 
 def test_one_cpu_rank_is_left_to_upstream():
     assert cpu_shares(["n"], None, [0, 1]) == [None]
@@ -46,14 +48,21 @@ def test_what_upstreams_launcher_sets_for_its_children_reaches_the_actors():
         memory_saver=False,
         environment={"NCCL_CUMEM_ENABLE": "0", "HOME": "/home/me"},
     )
-    assert environment == {"NCCL_CUMEM_ENABLE": "0"}
+    assert environment == GPU_LANE | {"NCCL_CUMEM_ENABLE": "0"}
+
+
+def test_a_lane_that_the_user_set_is_left_alone():
+    (environment,) = rank_environments(
+        ["n"], device="cuda", memory_saver=False, environment={"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}
+    )
+    assert environment == {}
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_only_engines_that_sleep_get_the_memory_savers_preload(monkeypatch, asked):
     monkeypatch.setattr(rank_environment, "memory_saver_preload", lambda: "/lib/saver.so")
     environments = rank_environments(["n", "n"], device="cuda", memory_saver=asked, environment={})
-    expected = {"LD_PRELOAD": "/lib/saver.so"} if asked else {}
+    expected = GPU_LANE | ({"LD_PRELOAD": "/lib/saver.so"} if asked else {})
     assert environments == [expected, expected]
 
 

@@ -15,6 +15,7 @@ import ray
 
 from sglang.srt.distributed.rank_parallelism import RankParallelismConfig
 from sglang.srt.entrypoints.engine_info_server import RankKey
+from sglang.srt.ray.message_queues import unlink_message_queues
 from sglang.srt.ray.rank_requests import stages_of
 from sglang.srt.ray.rank_state import rank_state
 from sglang.srt.ray.weight_lending import send_weights
@@ -58,6 +59,11 @@ class SchedulerActorVerbs:
         from sglang.srt.entrypoints.rank_registration import this_rank
 
         return this_rank(), RankParallelismConfig.of_this_process()
+
+    @ray.method(concurrency_group="control")
+    def unlink_message_queues(self) -> list[str]:
+        """Called once all ranks are ready, so that a killed rank leaves no shared memory; see `message_queues.py`."""
+        return unlink_message_queues()
 
     @ray.method(concurrency_group="control")
     def engine_state(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LAUNCH_TIMEOUT_VARIABLE = "SGLANG_RAY_LAUNCH_TIMEOUT_S"
 DEFAULT_LAUNCH_TIMEOUT_S = 1800.0  # hundreds of GB from a network disk take that long
+UNLINK_TIMEOUT_S = 60.0
 
 
 class LaunchError(RuntimeError):
@@ -154,6 +155,7 @@ def launch_rank_actors(
         parts_being_launched().ranks = ranks
         _create_actors(ranks, server_args, port_args, replica_size=len(specs) // replicas)
         infos = _wait_until_ready(specs, ranks.scheduler_actors)
+        _unlink_message_queues(specs, ranks.scheduler_actors)
         undo.pop_all()
     _begin(ranks, infos)
     return ranks
@@ -261,6 +263,23 @@ def _wait_until_ready(specs: Sequence[RankSpec], actors: Sequence[Any]) -> list[
         except ray.exceptions.RayError as error:
             raise LaunchError(f"{by_ref[ready[0]]} could not start: {cause_of(error)}") from error
     return ray.get(list(by_ref))
+
+
+def _unlink_message_queues(specs: Sequence[RankSpec], actors: Sequence[Any]) -> None:
+    """After this a rank may be killed at any time and leaves no shared memory behind."""
+    by_ref = {
+        actor.unlink_message_queues.remote(): spec for spec, actor in zip(specs, actors, strict=True)
+    }
+    _, late = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=UNLINK_TIMEOUT_S)
+    if late:
+        raise LaunchError(
+            f"{', '.join(str(by_ref[ref]) for ref in late)} did not answer within {UNLINK_TIMEOUT_S:g} s of being ready"
+        )
+    for ref, spec in by_ref.items():
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"{spec} could not start: {cause_of(error)}") from error
 
 
 def end_actors(actors: Sequence[Any]) -> None:

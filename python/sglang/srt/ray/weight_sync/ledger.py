@@ -105,8 +105,8 @@ class RankLedger:
         self._unfinished = [read for read in self._unfinished if not read.is_over()]
         if self._unfinished:
             raise ReadInFlightError(
-                f"{len(self._unfinished)} read(s) that were given up may still write into rank {self._rank}: end the "
-                f"frozen source process, or restart this rank's engine",
+                f"{len(self._unfinished)} read(s) that were given up may still write into rank {self._rank}: try again "
+                f"once their source goes on; otherwise end the frozen source process, or restart this rank's engine",
                 rank=self._rank,
                 phase="begin",
             )

@@ -77,7 +77,8 @@ class WeightStateMachine:
         if labelled and transaction.sequence <= self.last_sequence:
             raise StaleTransactionError(
                 f"transaction {transaction.id!r} of {transaction.owner!r} has sequence {transaction.sequence}, but "
-                f"{self.last_sequence} was seen: it is late, or another owner took over"
+                f"{self.last_sequence} was seen: it is late, or another owner took over; connect again to take over "
+                f"in turn"
             )
         if self.open_transaction is not None:
             held = self.open_transaction
