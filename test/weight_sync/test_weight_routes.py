@@ -136,6 +136,39 @@ def test_every_route_asks_for_the_key_of_upstreams_weight_endpoints(
             assert (status == 401) == (key != accepted), f"key {key!r}: {status}"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/scale_elastic_ep"), ("GET", "/is_scaling_elastic_ep")]
+)
+def test_guarded_routes_of_a_router_that_upstream_includes_ask_for_the_admin_key_too(
+    app: FastAPI, method: str, path: str
+):
+    from sglang.srt.entrypoints.elastic_ep import router
+
+    app.include_router(router)
+    add_weight_routes(app, None)
+    add_api_key_middleware(app, api_key=None, admin_api_key="admin")
+    with TestClient(app, raise_server_exceptions=False) as client:
+        for key in (None, "user", "admin"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            status = client.request(method, path, headers=headers).status_code
+            assert (status == 401) == (key != "admin"), f"key {key!r}: {status}"
+
+
+def test_every_guarded_route_of_upstreams_application_is_found_by_its_key_check():
+    """On the application that is served: no route with a level of its own stays inside an included router."""
+    from sglang.srt.entrypoints.http_server import app as served
+
+    add_weight_routes(served, None)
+    nested = [
+        inner.path
+        for route in served.router.routes
+        for inner in getattr(getattr(route, "original_router", None), "routes", [])
+        if hasattr(inner.endpoint, "_auth_level")
+    ]
+    assert nested == []
+    assert "/scale_elastic_ep" in {getattr(route, "path", None) for route in served.router.routes}
+
+
 def test_no_route_is_missing_from_the_list_above(app: FastAPI):
     add_weight_routes(app, None)
     ours = {

@@ -63,6 +63,7 @@ def add_weight_routes(app: FastAPI, fence: Any | None) -> None:
         # Not include_router: FastAPI keeps an included router nested, and upstream's key check, looking for the route
         # to learn its level, then takes every one of ours for open to whoever has no admin key (fastapi 0.165).
         app.router.routes.extend(_router().routes)
+        _lift_guarded_routes(app)
         app.add_exception_handler(errors.WeightSyncError, answer_with_error)
         app.add_middleware(TornGate, fastapi_app=app)
         app.state.first_middleware = list(app.user_middleware)
@@ -70,6 +71,21 @@ def add_weight_routes(app: FastAPI, fence: Any | None) -> None:
     app.user_middleware = list(app.state.first_middleware)
     app.middleware_stack = None
     app.state.weight_fence = fence
+
+
+def _lift_guarded_routes(app: FastAPI) -> None:
+    """Do the same for what upstream itself includes: `/scale_elastic_ep` was open to whoever has no admin key.
+
+    Included with a prefix or dependencies, a router is left as it is: its routes mean something else alone.
+    """
+    lifted: list[Any] = []
+    for route in app.router.routes:
+        inner = getattr(getattr(route, "original_router", None), "routes", [])
+        context = getattr(route, "include_context", None)
+        guarded = any(hasattr(getattr(each, "endpoint", None), "_auth_level") for each in inner)
+        plain = context is not None and not context.prefix and not context.dependencies
+        lifted.extend(inner if guarded and plain else [route])
+    app.router.routes[:] = lifted
 
 
 class TornGate:
