@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -108,6 +110,17 @@ def test_a_late_or_repeated_transaction_is_stale():
         machine.open(transaction(4, version="9"))
     with pytest.raises(StaleTransactionError, match="sequence 5"):
         machine.open(first)
+
+
+def test_the_engines_own_transaction_may_try_its_sequence_again_but_none_that_is_older():
+    machine, first = opened(5)
+    machine.fail(first.id, reason="the peer died", written=True)
+    again = dataclasses.replace(first, id="again")
+    with pytest.raises(StaleTransactionError, match="sequence 5"):
+        machine.open(again)
+    assert machine.open(dataclasses.replace(again, own=True))
+    with pytest.raises(StaleTransactionError, match="sequence 4"):
+        machine.open(dataclasses.replace(again, id="older", sequence=4, own=True))
 
 
 def test_an_older_number_never_replaces_a_newer_one_but_labels_have_no_order():

@@ -188,6 +188,19 @@ def test_a_whole_sync_does_every_step_once_and_in_order():
     run(scenario)
 
 
+def test_a_version_that_stays_paused_is_served_by_whoever_lets_generation_go():
+    async def scenario() -> None:
+        world = World()
+        await world.open()
+        world.all_wrote()
+        status = await world.fence.seal("t1", resume=True, timeout_s=5, stay_paused=True)
+        assert (status["state"], status["version"]) == ("SERVING", "1")
+        assert world.engine.paused
+        await world.fence.check_may_resume()
+
+    run(scenario)
+
+
 def test_repeated_calls_do_nothing_twice():
     async def scenario() -> None:
         world = World()

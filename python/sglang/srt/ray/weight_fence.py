@@ -84,13 +84,16 @@ class WeightFence:
 
     # What a publisher calls
 
-    async def open(self, request: OpenRequest, *, timeout_s: float) -> dict[str, Any]:
-        """Pause, open the session: SERVING or TORN -> SYNCING."""
+    async def open(
+        self, request: OpenRequest, *, timeout_s: float, own: bool = False
+    ) -> dict[str, Any]:
+        """Pause, open the session: SERVING or TORN -> SYNCING. `own`: see `Transaction`."""
         transaction = Transaction(
             id=request.transaction,
             sequence=request.sequence,
             owner=request.owner,
             version=request.version,
+            own=own,
         )
         async with self._locked(timeout_s):
             await self._make_way(transaction, force=request.force)
@@ -111,8 +114,13 @@ class WeightFence:
                 await self._step(transaction, "begin", lambda: self._begin(transaction), timeout_s)
         return self.status()
 
-    async def seal(self, transaction_id: str, *, resume: bool, timeout_s: float) -> dict[str, Any]:
-        """Prove every rank, rebuild, drop the old cache, move the label."""
+    async def seal(
+        self, transaction_id: str, *, resume: bool, timeout_s: float, stay_paused: bool = False
+    ) -> dict[str, Any]:
+        """Prove every rank, rebuild, drop the old cache, move the label.
+
+        With `stay_paused` a resumed version is held back until somebody else lets generation go on.
+        """
         async with self._locked(timeout_s):
             held = self.machine.open_transaction
             if held is not None and held.id == transaction_id and not self.machine.sealed:
@@ -129,7 +137,7 @@ class WeightFence:
                     )
             self.machine.seal(transaction_id)
             if resume:
-                await self._resume(transaction_id)
+                await self._resume(transaction_id, stay_paused=stay_paused)
         return self.status()
 
     async def resume(self, transaction_id: str, *, timeout_s: float) -> dict[str, Any]:
@@ -335,11 +343,12 @@ class WeightFence:
         if not await self._effects.try_flush_cache():
             await self._ranks.ask("isolate_prefix_cache", held.id)
 
-    async def _resume(self, transaction_id: str) -> None:
+    async def _resume(self, transaction_id: str, *, stay_paused: bool = False) -> None:
         verified = all(s.report is not None and s.report.verified for s in self._rank_reports)
         if self.machine.resume(transaction_id, verified=verified):
             self._disarm()
-            await self._effects.let_generation_go()
+            if not stay_paused:
+                await self._effects.let_generation_go()
             self._tell_ended("committed")
 
     async def _fail(self, held: Transaction, reason: str, *, written: bool | None = None) -> None:

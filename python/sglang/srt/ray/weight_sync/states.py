@@ -42,6 +42,8 @@ class Transaction:
     """Who drives: told to whoever finds the engine busy."""
     version: str | None
     """The label to serve under; None leaves the label alone (a client's own verbs)."""
+    own: bool = False
+    """Made in the engine's own process (a transfer from a peer): never late, so a sequence may be tried again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ class WeightStateMachine:
         if self.open_transaction == transaction:
             return False
         labelled = transaction.version is not None
-        if labelled and transaction.sequence <= self.last_sequence:
+        least = self.last_sequence + (0 if transaction.own else 1)
+        if labelled and transaction.sequence < least:
             raise StaleTransactionError(
                 f"transaction {transaction.id!r} of {transaction.owner!r} has sequence {transaction.sequence}, but "
                 f"{self.last_sequence} was seen: it is late, or another owner took over; connect again to take over "
