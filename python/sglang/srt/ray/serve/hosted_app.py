@@ -18,6 +18,8 @@ from sglang.srt.ray.liveness import EngineFailedError
 from sglang.srt.ray.serve.exchange import Head, HttpCall, forwarded
 from sglang.srt.ray.warmup import WarmupFailedError
 
+_WARM_UP_S = 180.0
+_WARM_UP_AGAIN_S = 0.2
 _UNWIND_S = 10.0  # time for a handler whose client has gone to notice it and to abort its request
 
 
@@ -116,12 +118,22 @@ class HostedApp:
         asyncio.get_running_loop().call_later(_UNWIND_S, task.cancel)
 
     async def _warm_up(self, manager: Any) -> None:
-        manager.server_status = ServerStatus.Up
-        head, body = await self.answer(HttpCall(method="GET", path="/health_generate"))
-        if head.status != HTTPStatus.OK:
-            raise WarmupFailedError(
-                f"the first request failed with status {head.status}: {body.decode(errors='replace')!r}"
-            )
+        """One generated token. Upstream's probe waits 20 s: not enough where many engines start on few cores."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _WARM_UP_S
+        while True:
+            manager.server_status = ServerStatus.Up
+            head, body = await self.answer(HttpCall(method="GET", path="/health_generate"))
+            if head.status == HTTPStatus.OK:
+                return
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            if loop.time() > deadline:
+                raise WarmupFailedError(
+                    f"the first request had no answer after {_WARM_UP_S:g} s (status {head.status}): "
+                    f"{body.decode(errors='replace')!r}; is the detokenizer still starting?"
+                )
+            await asyncio.sleep(_WARM_UP_AGAIN_S)
 
 
 def _add_keys(app: Any) -> None:
