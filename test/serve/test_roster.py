@@ -110,6 +110,22 @@ def test_one_that_leaves_is_no_longer_asked_and_an_unknown_one_is_dead():
     asyncio.run(run())
 
 
+def test_one_that_says_its_engine_died_is_dead_with_its_cause_though_its_process_answers():
+    async def run() -> None:
+        roster = Roster(Deaths())
+        member = roster.join("a", {})
+        member.serving = True
+        roster.bury("a", "rank 0 died")
+        assert not member.serving
+        assert roster.living == []
+        roster.leave("a")
+        (result,) = await roster.call("pause", {}, deadline_s=5)
+        assert result.outcome == "dead"
+        assert "rank 0 died" in result.error["message"]
+
+    asyncio.run(run())
+
+
 def test_an_answer_after_the_deadline_is_dropped():
     async def run() -> None:
         roster = Roster(Deaths())

@@ -23,6 +23,8 @@ class Generation:
     finish: str = ""
     cached: int = 0
     """Prompt tokens that came from the prefix cache."""
+    replica: str = ""
+    """Which replica of a Serve application answered."""
 
 
 def greedy(model: Any, prompt: Sequence[int], length: int) -> Generation:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class ServedApp:
             version=meta["weight_version"],
             finish=meta["finish_reason"]["type"],
             cached=meta["cached_tokens"],
+            replica=response.headers["x-sglang-replica"],
         )
 
     def replicas(self) -> list[dict[str, Any]]:
@@ -94,6 +95,29 @@ class ServedApp:
             time.sleep(0.2)
 
 
+def replica_ids(app: ServedApp) -> list[str]:
+    """Of all that the fleet knows, in the order in which they joined."""
+    return [str(replica["replica"]) for replica in app.replicas()]
+
+
+def rank_pids(app: ServedApp, replica: str) -> list[int]:
+    """Process ids of a replica's schedulers."""
+    import os
+
+    import ray
+
+    ranks = app.fleet().ranks.remote(replica).result(timeout_s=30)
+    return ray.get([rank.__ray_call__.remote(lambda _: os.getpid()) for rank in ranks], timeout=30)
+
+
+def wait_until(reached: Callable[[], bool], timeout_s: float, what: Callable[[], Any]) -> None:
+    """Poll; a deadline that passes says what there was instead."""
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
 def engine_kwargs(**changes: Any) -> dict[str, Any]:
     return {
         "device": "cpu",
@@ -112,9 +136,11 @@ def llm_config(model_path: Path, *, replicas: int = 2, **changes: Any) -> Any:
     return LLMConfig(
         model_loading_config={"model_id": MODEL, "model_source": str(model_path)},
         engine_kwargs=engine_kwargs(**changes.pop("engine", {})),
-        deployment_config={"num_replicas": replicas} | changes.pop("deployment", {}),
-        server_cls="sglang.srt.ray.serve:SGLangServer",
-        **({"log_engine_metrics": False} | changes),
+        deployment_config=changes.pop("deployment", {"num_replicas": replicas}),
+        **(
+            {"log_engine_metrics": False, "server_cls": "sglang.srt.ray.serve:SGLangServer"}
+            | changes
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from sglang.srt.ray.serve.fleet import Wanted
+from sglang.srt.ray.serve.fleet import Admission, Wanted
 from sglang.srt.ray.serve.publication import PublishedWeights
 from sglang.srt.ray.serve.results import ReplicaResult, described
 from sglang.srt.ray.serve.roster import Command
@@ -101,14 +101,20 @@ class FleetAgent:
         wanted: Wanted = await self._ask("wanted")
         return wanted
 
-    async def admit(self, version: str, generation: int) -> bool:
-        """Ask for permission to serve; False: look again what is wanted."""
+    async def admit(self, version: str, generation: int) -> Admission:
+        """Ask for permission to serve; anything but `serve`: look again what is wanted."""
         self._serving = False
-        admission = await self._ask("admit", version, generation)
-        if admission == "join":
+        admission: Admission = await self._ask("admit", version, generation)
+        if admission.verdict == "join":
             await self.join()
-        self._serving = admission == "serve"
-        return self._serving
+        self._serving = admission.verdict == "serve"
+        return admission
+
+    async def broke(self, cause: str) -> None:
+        """This replica serves nothing any more and obeys nobody; the fleet counts it as dead."""
+        if self._task is not None:
+            self._task.cancel()
+        await self._ask("broke", cause)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._fleet, method).remote(self._replica, *arguments)
@@ -142,7 +148,7 @@ class FleetAgent:
         await self.join()
         if self._serving and (serves := self._serves()) is not None:
             wanted = await self.wanted()
-            while not await self.admit(serves.version, wanted.generation):
+            while (await self.admit(serves.version, wanted.generation)).verdict != "serve":
                 self._serving = True
                 await asyncio.sleep(_RETRY_S)
                 wanted = await self.wanted()

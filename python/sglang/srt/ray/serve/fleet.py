@@ -33,7 +33,15 @@ _SETTLE_S = 3.0
 _HOLD_TIMEOUT_S = 10.0
 _CATCH_UP_TIMEOUT_S = 120.0
 
-Admission = Literal["serve", "join", "again"]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admission:
+    """The answer to a replica that asks to serve."""
+
+    verdict: Literal["serve", "join", "again"]
+    """`join` first when the fleet was restarted; `again`: look what is wanted now."""
+    paused: str | None
+    """The mode in which the fleet is paused; None while it runs."""
 
 
 def deployment_name(model_id: str) -> str:
@@ -54,13 +62,13 @@ class Peer:
 class Wanted:
     """What a replica has to be brought to before it serves."""
 
-    paused: str | None
-    """The mode in which the fleet is paused; None while it runs."""
     weights: PublishedWeights | None
     """None while the fleet serves its checkpoint."""
     generation: int
     """To be handed back with `admit`."""
     peer: Peer | None
+    in_progress: bool
+    """Whether a transaction is open: its peers can't lend what is being written."""
 
 
 class FleetControl:
@@ -90,27 +98,33 @@ class FleetControl:
 
     async def wanted(self, replica: str) -> Wanted:
         """What `replica` has to be brought to, and a peer to get the weights from."""
+        peer = await self._peer_of(replica)
         return Wanted(
-            paused=self._paused,
             weights=self._publication.published,
             generation=self._publication.generation,
-            peer=self._peer_of(replica),
+            peer=peer,
+            in_progress=self._publication.in_progress,
         )
 
     async def admit(self, replica: str, version: str, generation: int) -> Admission:
-        """Ask for permission to serve. `join` first when this process was restarted; `again` look what is wanted."""
-        if time.monotonic() - self._started_at < _SETTLE_S:
-            return "again"
+        """Ask for permission to serve. From then on a commit that leaves this replica out holds it first."""
         member = self._roster.find(replica)
+        if time.monotonic() - self._started_at < _SETTLE_S:
+            return Admission(verdict="again", paused=self._paused)
         if member is None:
-            return "join"
+            return Admission(verdict="join", paused=self._paused)
         if not self._publication.may_serve(version, generation):
-            return "again"
+            return Admission(verdict="again", paused=self._paused)
         member.serving = True
-        return "serve"
+        return Admission(verdict="serve", paused=self._paused)
 
     async def leave(self, replica: str) -> None:
         self._roster.leave(replica)
+
+    async def broke(self, replica: str, cause: str) -> None:
+        """A replica's engine died, or can't take the published weights over; Serve will replace it."""
+        logger.error("replica %s is broken: %s", replica, cause)
+        self._roster.bury(replica, cause)
 
     async def next_commands(self, replica: str, wait_s: float) -> list[Command] | None:
         """See `Roster.next_commands`. None: `join` again, this process was restarted."""
@@ -166,6 +180,7 @@ class FleetControl:
         if resumes and result.outcome == "ok":
             self._held.discard(replica)
             self._publication.committed(transaction)
+        if resumes:  # after a failure too: those that were held go on with what is still published
             self._catch_up()
         return result
 
@@ -198,9 +213,9 @@ class FleetControl:
 
     # Replicas that a publisher does not know of
 
-    def _peer_of(self, replica: str) -> Peer | None:
+    async def _peer_of(self, replica: str) -> Peer | None:
         for member in self._roster.living:
-            if member.serving and member.id != replica:
+            if member.serving and member.id != replica and not await self._roster.is_dead(member):
                 return Peer(replica=member.id, ranks=list(member.info["ranks"]))
         return None
 

@@ -42,6 +42,8 @@ class Member:
     serving: bool = False
     """Whether Serve may route requests to it; False until it is admitted."""
     died_at: float | None = None
+    cause: str | None = None
+    """What it said of its end, if it could."""
     commands: asyncio.Queue[Command] = dataclasses.field(default_factory=asyncio.Queue)
 
 
@@ -80,8 +82,21 @@ class Roster:
         return self._members[member_id]
 
     def leave(self, member_id: str) -> None:
-        """A replica ends because it was asked to."""
-        self._members.pop(member_id, None)
+        """A replica ends because it was asked to. One that broke before stays in results as dead."""
+        known = self._members.get(member_id)
+        if known is not None and known.died_at is None:
+            del self._members[member_id]
+
+    def bury(self, member_id: str, cause: str) -> None:
+        """A replica's engine is dead, though its process may still answer: count it as dead from now on."""
+        if (known := self._members.get(member_id)) is not None and known.died_at is None:
+            known.died_at, known.cause, known.serving = time.monotonic(), cause, False
+
+    async def is_dead(self, member: Member) -> bool:
+        """Ask a member's process now."""
+        if member.died_at is None and await self._is_dead(member):
+            self.bury(member.id, "its process is gone")
+        return member.died_at is not None
 
     async def next_commands(self, member_id: str, *, wait_s: float) -> list[Command]:
         """What a member has to do, as soon as there is something; empty after `wait_s` seconds.
@@ -157,10 +172,8 @@ class Roster:
             del self._outcomes[command.id]
 
     async def _death_of(self, member: Member) -> None:
-        while not await self._is_dead(member):
+        while not await self.is_dead(member):
             await asyncio.sleep(_PROBE_S)
-        member.died_at = member.died_at or time.monotonic()
-        member.serving = False
 
     def _forget_the_long_dead(self) -> None:
         now = time.monotonic()
@@ -170,7 +183,8 @@ class Roster:
 
 
 def _dead(member: Member) -> ReplicaResult:
-    message = f"replica {member.id!r} is dead; Serve replaces it"
+    cause = f" ({member.cause})" if member.cause else ""
+    message = f"replica {member.id!r} is dead{cause}; Serve replaces it"
     return ReplicaResult(
         replica=member.id,
         outcome="dead",

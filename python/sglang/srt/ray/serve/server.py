@@ -21,7 +21,13 @@ from sglang.srt.ray.serve.exchange import Head, HttpCall, refusal
 from sglang.srt.ray.serve.openai_methods import OpenAIMethods
 from sglang.srt.ray.serve.options import deployment_options, server_arguments
 from sglang.srt.ray.serve.results import ReplicaResult
-from sglang.srt.ray.serve.sessions import SESSION_ID, Session, SessionError, SessionTable
+from sglang.srt.ray.serve.sessions import (
+    SESSION_ID,
+    Session,
+    SessionError,
+    SessionGoneError,
+    SessionTable,
+)
 
 if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
@@ -31,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 60.0
+_GATED = frozenset({"pause", "resume", "weight_open"})
+"""Verbs that pause or resume: not in the middle of an admission."""
 REPLICA_HEADER = "x-sglang-replica"
 """In every answer: which replica gave it."""
 REOPENED_HEADER = "x-session-reopened"
@@ -39,6 +47,9 @@ REOPENED_HEADER = "x-session-reopened"
 
 class SGLangServer(OpenAIMethods):
     """`LLMConfig(server_cls="sglang.srt.ray.serve:SGLangServer")`. All methods run on the replica's event loop."""
+
+    joining_class: type[Any] | None = None
+    """A subclass may join in another way; `joining.Joining` when None."""
 
     async def __init__(self, llm_config: LLMConfig, *, fleet: Any = None) -> None:  # type: ignore[misc]
         """Launch the engine and answer its first request; Serve routes to the replica once this returns.
@@ -57,6 +68,7 @@ class SGLangServer(OpenAIMethods):
 
         self._llm_config = llm_config
         self._broken: Exception | None = None
+        self._agent: FleetAgent | None = None
         self.replica_id = _replica_id()
         arguments = server_arguments(llm_config) | {"use_ray": True, "port": _free_port()}
         if llm_config.log_engine_metrics:
@@ -71,17 +83,16 @@ class SGLangServer(OpenAIMethods):
             self._sessions = SessionTable(
                 self.replica_id, num_dp_ranks=int(llm_config.engine_kwargs.get("dp_size") or 1)
             )
-            self._agent = await self._joined(fleet)
+            if fleet is not None:
+                await self._join(fleet)
         except BaseException:
             await asyncio.to_thread(self._engine.shutdown)
             raise
 
-    async def _joined(self, fleet: Any) -> FleetAgent | None:
-        """The connection to the fleet, once it lets this replica serve."""
-        if fleet is None:
-            return None
+    async def _join(self, fleet: Any) -> None:
+        """Connect to the fleet, and return once it lets this replica serve."""
         from sglang.srt.ray.serve.agent import FleetAgent
-        from sglang.srt.ray.serve.joining import become_current, published_weights
+        from sglang.srt.ray.serve.joining import Joining, published_weights
 
         info = {
             "actor": ray.get_runtime_context().current_actor,
@@ -89,32 +100,49 @@ class SGLangServer(OpenAIMethods):
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
         }
-        agent = FleetAgent(
+        agent = self._agent = FleetAgent(
             fleet,
             self.replica_id,
             info,
             perform=self._perform,
             serves=lambda: published_weights(self._engine),
         )
+        self._joining = (self.joining_class or Joining)(
+            agent, self._engine, self._verbs, self.replica_id
+        )
+        self._tell_of_failures(asyncio.get_running_loop())
         await agent.join()
-        await become_current(agent, self._engine, self._verbs, self.replica_id)
-        return agent
+        await self._joining.become_current()
 
     async def _perform(
         self, verb: str, arguments: Mapping[str, Any], deadline_s: float
     ) -> Mapping[str, Any]:
         """What the fleet commands: a control verb, or to catch up with what was published without this replica."""
+        if verb in _GATED:
+            async with self._joining.gate:
+                return await self._verbs.perform(verb, arguments, deadline_s)
         if verb != "catch_up":
             return await self._verbs.perform(verb, arguments, deadline_s)
-        from sglang.srt.ray.serve.joining import become_current
-
         assert self._agent is not None
         try:
-            await become_current(self._agent, self._engine, self._verbs, self.replica_id)
+            await self._joining.become_current()
         except Exception as error:
             self._broken = error
+            await self._agent.broke(f"it can't take the published weights over: {error}")
             raise
         return await self._verbs.state()
+
+    def _tell_of_failures(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the fleet know of a dead engine at once: Serve itself takes three health checks to act on it."""
+        agent = self._agent
+        assert agent is not None
+
+        def tell(failure: Exception) -> None:  # on the thread of the engine's watch
+            asyncio.run_coroutine_threadsafe(agent.broke(str(failure)), loop)
+
+        watch = self._engine.scheduler_init_result.watch
+        assert watch is not None
+        watch.on_failure(tell)
 
     # Serving
 
@@ -130,6 +158,11 @@ class SGLangServer(OpenAIMethods):
             yield body
             return
         session_id = call.header(SESSION_ID)
+        if session_id is not None and (failure := self._engine.failure) is not None:
+            head, body = _lost_with_its_engine(session_id, failure)
+            yield head.with_headers({REPLICA_HEADER: self.replica_id})
+            yield body
+            return
         try:
             with contextlib.ExitStack() as turn:
                 added = {REPLICA_HEADER: self.replica_id}
@@ -261,6 +294,15 @@ class SGLangServer(OpenAIMethods):
 
 def _session_headers(session: Session) -> dict[str, str]:
     return {SESSION_ID: session.id, REOPENED_HEADER: str(session.reopened).lower()}
+
+
+def _lost_with_its_engine(session_id: str, failure: Exception) -> tuple[Head, bytes]:
+    return refusal(
+        HTTPStatus.GONE,
+        SessionGoneError.__name__,
+        f"the engine of session {session_id!r} is dead and will be replaced ({failure}); open a new session, or repeat "
+        f"the turn with its full history and the header 'x-session-history: full' once it was",
+    )
 
 
 def _to_its_rank(call: HttpCall, session: Session) -> HttpCall:
