@@ -4,7 +4,7 @@ PYTHON ?=
 ARGS ?=
 export VENV PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check lint format docs release wheel clean
+.PHONY: help setup demo test test-slow test-gpu bench bench-gpu check lint format docs release wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ test-slow: setup  ## run the slow tests
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	@scripts/test.sh gpu $(ARGS)
+
+bench: setup  ## what a delta would cost beside a full sync, on this CPU
+	@"$(VENV)/bin/python" benchmark/full_or_delta.py $(ARGS)
+
+bench-gpu: setup  ## what a sync costs on a CUDA device, beside copies and upstream's way
+	@"$(VENV)/bin/python" benchmark/gpu_sync.py $(ARGS)
 
 check:  ## hold patches/ and the overlay against the rules (no environment needed)
 	@scripts/fork check

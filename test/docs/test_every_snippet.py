@@ -34,6 +34,8 @@ EXECUTED = {
     ("docs/weight-sync.md", "python -m sglang.srt.ray.weight_sync.top http://HOST:PORT [more engines]"): HERE + "test_watching",
     ("docs/quickstart.md", "python -m sglang.srt.ray.weight_sync.top http://127.0.0.1:30000"): HERE + "test_watching",
     ("docs/operations.md", "curl http://HOST:PORT/update_weights_from_disk -H 'Content-Type: application/json' -d '{\"model_path\": \"PATH\", \"weight_version\": \"from-disk\"}'"): HERE + "test_reloading_from_disk",
+    ("docs/operations.md", "python -m sglang.srt.ray.doctor"): "test/ray_backend/test_doctor.py::test_the_report_of_this_machine_is_as_the_page_shows_it",
+    ("docs/operations.md", "ok    version        sglang 0.5.23+rdt.1"): "test/ray_backend/test_doctor.py::test_the_report_of_this_machine_is_as_the_page_shows_it",
     ("docs/who-holds-what.md", 'curl "http://HOST:PORT/parallelism_config?rank=R"'): HERE + "test_where_a_rank_stands",
     ("docs/who-holds-what.md", "from sglang.srt.distributed.parallel_state import ParallelismContext, RankParallelismConfig"): HERE + "test_building_a_shard_and_mapping_names",
     ("docs/who-holds-what.md", "mapper = ParameterMapper.from_model(shard)"): HERE + "test_building_a_shard_and_mapping_names",

@@ -66,7 +66,7 @@ def test_the_metadata_differs_from_upstreams_in_the_lines_we_name(
         "Requires-Python: >=3.11,<3.14",
         "License-File: NOTICE",
         "License-File: MODIFIED-FILES",
-        'Requires-Dist: ray[default,serve]>=2.56; extra == "ray"',
+        'Requires-Dist: ray[default,serve]>=2.60; extra == "ray"',
         'Requires-Dist: nixl; extra == "ray"',
         'Requires-Dist: rich; extra == "ray"',
     ]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 from support.models import ENGINE_SEED, new_model
-from support.oracle import Generation, assert_serves
+from support.oracle import Generation, assert_serves, scored_request
 
 from sglang.srt.ray.weight_sync import UnknownTransactionError
 
@@ -47,17 +47,7 @@ class EngineAndTrainer:
         return self.control.status(timeout_s=60)["state"]
 
     def generate(self, prompt: list[int], length: int) -> Generation:
-        sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
-        answer = self.engine.generate(
-            input_ids=prompt, sampling_params=sampling, return_logprob=True
-        )
-        meta = answer["meta_info"]
-        scored = meta["output_token_logprobs"]
-        return Generation(
-            tokens=[token for _, token, *_ in scored],
-            logprobs=[logprob for logprob, *_ in scored],
-            version=meta["weight_version"],
-        )
+        return Generation.of_answer(self.engine.generate(**scored_request(prompt, length)))
 
     def rank_pids(self) -> list[int]:
         calls = [a.__ray_call__.remote(lambda _: os.getpid()) for a in self.control.actors]

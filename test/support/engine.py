@@ -25,7 +25,7 @@ from typing import Any
 import ray
 import requests
 
-from .oracle import Generation
+from .oracle import Generation, scored_request
 
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
@@ -95,19 +95,10 @@ class RunningEngine:
         **body: Any,
     ) -> Generation:
         """One completion of exactly `length` tokens (unless it was aborted) with its log-probabilities."""
-        sampling = {"max_new_tokens": length, "temperature": temperature, "ignore_eos": True}
-        request = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+        request = scored_request(prompt, length, temperature=temperature)
         response = self.post("generate", request | body, timeout_s)
         response.raise_for_status()
-        meta = response.json()["meta_info"]
-        scored = meta["output_token_logprobs"]
-        return Generation(
-            tokens=[int(token) for _, token, *_ in scored],
-            logprobs=[float(logprob) for logprob, *_ in scored],
-            version=meta["weight_version"],
-            finish=meta["finish_reason"]["type"],
-            cached=meta["cached_tokens"],
-        )
+        return Generation.of_answer(response.json())
 
     def ask(self, verb: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Call a verb on rank 0."""

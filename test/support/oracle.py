@@ -7,7 +7,7 @@ is not the one that was sent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 GAP = 1e-5
@@ -25,6 +25,27 @@ class Generation:
     """Prompt tokens that came from the prefix cache."""
     replica: str = ""
     """Which replica of a Serve application answered."""
+
+    @classmethod
+    def of_answer(cls, answer: Mapping[str, Any]) -> Generation:
+        """What the engine answered to a `scored_request`, over HTTP or in the process."""
+        meta = answer["meta_info"]
+        scored = meta["output_token_logprobs"]
+        return cls(
+            tokens=[int(token) for _, token, *_ in scored],
+            logprobs=[float(logprob) for logprob, *_ in scored],
+            version=meta["weight_version"],
+            finish=meta["finish_reason"]["type"],
+            cached=meta["cached_tokens"],
+        )
+
+
+def scored_request(
+    prompt: Sequence[int], length: int, *, temperature: float = 0.0
+) -> dict[str, Any]:
+    """A request for exactly `length` tokens (unless it is aborted) with their log-probabilities."""
+    sampling = {"max_new_tokens": length, "temperature": temperature, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
 
 
 def greedy(model: Any, prompt: Sequence[int], length: int) -> Generation:

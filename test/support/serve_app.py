@@ -20,7 +20,7 @@ from typing import Any
 import requests
 
 from .engine import CALL_TIMEOUT_S, HOST, free_port
-from .oracle import Generation
+from .oracle import Generation, scored_request
 
 MODEL = "tiny"
 START_TIMEOUT_S = 300.0
@@ -61,19 +61,10 @@ class ServedApp:
         **body: Any,
     ) -> Generation:
         """One greedy completion of exactly `length` tokens with its log-probabilities."""
-        sampling = {"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True}
-        request = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-        response = self.post("/generate", request | body, headers=headers)
+        response = self.post("/generate", scored_request(prompt, length) | body, headers=headers)
         assert response.status_code == requests.codes.ok, response.text
-        meta = response.json()["meta_info"]
-        scored = meta["output_token_logprobs"]
-        return Generation(
-            tokens=[int(token) for _, token, *_ in scored],
-            logprobs=[float(logprob) for logprob, *_ in scored],
-            version=meta["weight_version"],
-            finish=meta["finish_reason"]["type"],
-            cached=meta["cached_tokens"],
-            replica=response.headers["x-sglang-replica"],
+        return dataclasses.replace(
+            Generation.of_answer(response.json()), replica=response.headers["x-sglang-replica"]
         )
 
     def replicas(self) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sglang.srt.ray import weight_sync
 from sglang.srt.ray.weight_sync import PullReport, SyncReport, WeightSyncError
+from sglang.srt.ray.weight_sync.errors import places_of, retold
 from sglang.srt.ray.weight_sync.report import PHASES
 
 KINDS = sorted(
@@ -39,6 +40,24 @@ def test_an_error_survives_pickling_with_its_fields(kind: type[WeightSyncError],
 def test_an_error_names_only_the_places_that_apply():
     assert str(WeightSyncError("it broke")) == "it broke"
     assert str(WeightSyncError("it broke", rank=0)) == "it broke [rank=0]"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_told_in_json_is_raised_as_its_class_under_the_callers_name_of_the_engine(kind):
+    error = kind("it broke", engine="here", rank=3, tensor="lm_head.weight", phase="wire")
+    told = {"type": kind.__name__, "message": error.message} | places_of(error)
+    arrived = retold(json.loads(json.dumps(told)), engine="e0")
+    assert type(arrived) is kind
+    assert vars(arrived) == vars(error) | {"engine": "e0"}
+
+
+@pytest.mark.parametrize("name", ["Any", "places_of", "OSError", "NoSuchError"])
+def test_a_class_that_is_none_of_ours_is_a_request_that_failed(name):
+    arrived = retold({"type": name, "message": "it broke"}, engine="e0")
+    assert type(arrived) is weight_sync.EngineRequestError
+    assert str(arrived) == "it broke [engine='e0']"
+    with pytest.raises(KeyError):
+        retold({"message": "no class"}, engine="e0")
 
 
 def test_callers_mistakes_are_value_errors_and_deadlines_are_timeouts():

@@ -130,16 +130,12 @@ class HttpEngineControl:
     def _refusal(self, what: str, answer: requests.Response) -> WeightSyncError:
         """The engine's own error again, by its class name; any other answer as an EngineRequestError."""
         try:
-            told = answer.json()["error"]
-            kind = getattr(errors, told["type"], EngineRequestError)
-        except (ValueError, KeyError, TypeError):
+            return errors.retold(answer.json()["error"], engine=self._name)
+        except (ValueError, KeyError, TypeError, AttributeError):
             text = answer.text.strip()
             return EngineRequestError(
                 f"{what} was refused with status {answer.status_code}: {text}", engine=self._name
             )
-        where = {name: told.get(name) for name in ("rank", "tensor", "phase")}
-        error: WeightSyncError = kind(told["message"], engine=self._name, **where)
-        return error
 
 
 class LocalEngineControl:

@@ -1,4 +1,4 @@
-"""What `sglang.srt.ray` exports, imported when first asked for.
+"""What `sglang.srt.ray` and `sglang.srt.ray.serve` export, imported when first asked for.
 
 A trainer imports `sglang.srt.ray.weight_sync` and must not pay for the engine (about 10 s and a GB of code) that the
 package used to import eagerly.
@@ -7,6 +7,7 @@ package used to import eagerly.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _HOMES = {
@@ -26,10 +27,22 @@ _HOMES = {
 EXPORTED = sorted(_HOMES)
 
 
-def resolve(name: str) -> Any:
-    """Module-level `__getattr__` of `sglang.srt.ray`."""
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'sglang.srt.ray' has no attribute {name!r}; it exports {EXPORTED!r}"
-        )
-    return getattr(importlib.import_module(_HOMES[name]), name)
+def resolver(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The module-level `__getattr__` of a package whose names have their homes elsewhere.
+
+    Args:
+        package: its import path.
+        homes: exported name -> module that defines it, imported when the name is first asked for.
+    """
+
+    def resolve_name(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}; it exports {sorted(homes)!r}"
+            )
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return resolve_name
+
+
+resolve = resolver("sglang.srt.ray", _HOMES)

@@ -55,17 +55,20 @@ class RankCalls:
                 ) from error
         return answers
 
-    async def each(self, verb: str) -> list[Any]:
+    async def each(
+        self, verb: str, *arguments: Any, timeout_s: float = RANK_ANSWER_TIMEOUT_S
+    ) -> list[Any]:
         """One verb on every rank at once; per rank its answer, or the exception that says why there is none."""
         calls = [
-            asyncio.wrap_future(getattr(actor, verb).remote().future()) for actor in self._actors
+            asyncio.wrap_future(getattr(actor, verb).remote(*arguments).future())
+            for actor in self._actors
         ]
-        await asyncio.wait(calls, timeout=RANK_ANSWER_TIMEOUT_S)
+        await asyncio.wait(calls, timeout=timeout_s)
         return [
             call.exception() or call.result()
             if call.done()
             else DeadlineExceededError(
-                f"rank {rank} did not answer {verb!r} within {RANK_ANSWER_TIMEOUT_S:g} s", rank=rank
+                f"rank {rank} did not answer {verb!r} within {timeout_s:g} s", rank=rank
             )
             for rank, call in enumerate(calls)
         ]
@@ -75,15 +78,8 @@ class RankCalls:
 
     async def silent(self) -> list[int]:
         """The ranks that do not answer at all."""
-        calls = [
-            asyncio.wrap_future(actor.weight_status.remote().future()) for actor in self._actors
-        ]
-        await asyncio.wait(calls, timeout=RANK_ANSWER_TIMEOUT_S)
-        return [
-            rank
-            for rank, call in enumerate(calls)
-            if not call.done() or call.exception() is not None
-        ]
+        answers = await self.each("weight_status")
+        return [rank for rank, answer in enumerate(answers) if isinstance(answer, BaseException)]
 
     async def anything_written(self, held: Transaction) -> bool:
         """Whether a byte may have landed in this transaction. A rank that doesn't answer counts as written."""

@@ -138,9 +138,10 @@ def status_of_weight_error(error: Exception) -> HTTPStatus:
 async def answer_with_error(_request: Request, error: Exception) -> JSONResponse:
     """A weight error as JSON: its class, its text and where it happened."""
     status = status_of_weight_error(error)
-    where = {name: getattr(error, name, None) for name in ("engine", "rank", "tensor", "phase")}
+    assert isinstance(error, errors.WeightSyncError)
     message = getattr(error, "message", str(error))
-    content = {"error": {"type": type(error).__name__, "message": message, **where}}
+    places = errors.places_of(error)
+    content = {"error": {"type": type(error).__name__, "message": message, **places}}
     return JSONResponse(content, status_code=status)
 
 

@@ -7,8 +7,7 @@ builder too, without what needs the fleet. Imported when first asked for: a trai
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from sglang.srt.ray.exports import resolver
 
 _HOMES = {
     "SGLangServer": "sglang.srt.ray.serve.server",
@@ -19,10 +18,4 @@ _HOMES = {
 }
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'sglang.srt.ray.serve' has no attribute {name!r}; it exports {__all__!r}"
-        )
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = resolver(__name__, _HOMES)

@@ -72,12 +72,12 @@ def summary(verb: str, results: Sequence[ReplicaResult]) -> dict[str, Any]:
 def described(error: BaseException) -> tuple[Outcome, dict[str, Any]]:
     """Outcome and description of an exception that a control call ended with."""
     from sglang.srt.ray.weight_routes import status_of_weight_error
-    from sglang.srt.ray.weight_sync.errors import WeightSyncError
+    from sglang.srt.ray.weight_sync.errors import WeightSyncError, places_of
 
     where: dict[str, Any] = {}
     if isinstance(error, WeightSyncError):
         status = int(status_of_weight_error(error))
-        where = {name: getattr(error, name, None) for name in ("rank", "tensor", "phase")}
+        where = places_of(error)
     elif isinstance(error, ControlError):
         status = error.status
     elif isinstance(error, ValueError):

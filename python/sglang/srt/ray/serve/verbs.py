@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 from sglang.srt.ray.memory_occupation import MemoryOccupationError, unknown_tags
+from sglang.srt.ray.rank_calls import RankCalls
 from sglang.srt.ray.serve.aborts import Aborts
 from sglang.srt.ray.serve.results import ControlError, described
 from sglang.srt.ray.weight_sync.control import PAUSE_MODES, OpenRequest
@@ -42,9 +43,10 @@ class ReplicaVerbs:
         """
         self._engine = engine
         self._manager = engine.tokenizer_manager
+        self._ranks = RankCalls(engine.scheduler_actors)
         self._aborts = Aborts(
             self._manager,
-            lambda verb, args: self._ask_ranks(verb, args, deadline_s=_STATE_TIMEOUT_S),
+            lambda verb, args: self._ranks.each(verb, *args, timeout_s=_STATE_TIMEOUT_S),
         )
         self.asleep: list[str] = []
         """Released memory tags, as the ranks acknowledged them last."""
@@ -69,7 +71,7 @@ class ReplicaVerbs:
         ranks = [
             _answer_or_raise(index, answer)
             for index, answer in enumerate(
-                await self._ask_ranks("engine_state", (), deadline_s=deadline_s)
+                await self._ranks.each("engine_state", timeout_s=deadline_s)
             )
         ]
         holds = bool(self._manager.is_pause)
@@ -151,7 +153,7 @@ class ReplicaVerbs:
                 f"method {method!r} is not allowed; collective_rpc calls {sorted(RPC_METHODS)!r}",
                 status=HTTPStatus.FORBIDDEN,
             )
-        answers = await self._ask_ranks(method, args, deadline_s=deadline_s)
+        answers = await self._ranks.each(method, *args, timeout_s=deadline_s)
         ranks = [_described_answer(rank, answer) for rank, answer in enumerate(answers)]
         if failed := [rank for rank in ranks if "error" in rank]:
             raise ControlError(
@@ -268,16 +270,6 @@ class ReplicaVerbs:
             raise ValueError(f"tags={tags!r} must be a list of strings or null")
         if refusal := unknown_tags(tags):
             raise ValueError(refusal)
-
-    async def _ask_ranks(self, verb: str, args: Sequence[Any], *, deadline_s: float) -> list[Any]:
-        """One answer or exception for each rank, in rank order."""
-        calls = [
-            asyncio.wrap_future(getattr(actor, verb).remote(*args).future())
-            for actor in self._engine.scheduler_actors
-        ]
-        done, _ = await asyncio.wait(calls, timeout=deadline_s)
-        late = DeadlineExceededError(f"{verb!r} was not answered within {deadline_s:g} s")
-        return [(call.exception() or call.result()) if call in done else late for call in calls]
 
 
 def _answer_or_raise(rank: int, answer: Any) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from typing import Any
 
 from sglang.srt.ray.serve.fleet import deployment_name
 from sglang.srt.ray.serve.results import ReplicaResult
-from sglang.srt.ray.weight_sync import errors
 from sglang.srt.ray.weight_sync.control import OpenRequest
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
     EngineRequestError,
     WeightSyncError,
+    retold,
 )
 
 _ANSWER_MARGIN_S = 5.0
@@ -96,9 +96,6 @@ class ServeEngineControl:
 
     def _refusal(self, verb: str, result: ReplicaResult) -> WeightSyncError:
         """The replica's own error again, by its class name."""
-        told = dict(result.error or {})
-        message = str(told.get("message", f"{verb!r}: {result.outcome}"))
-        kind = getattr(errors, str(told.get("type")), EngineRequestError)
-        where = {name: told.get(name) for name in ("rank", "tensor", "phase")}
-        error: WeightSyncError = kind(message, engine=self.name, **where)
-        return error
+        unsaid = {"type": "EngineRequestError", "message": f"{verb!r}: {result.outcome}"}
+        told = unsaid | dict(result.error or {})
+        return retold(told, engine=self.name)

@@ -6,7 +6,11 @@ with keyword arguments do not unpickle), where they arrive as an instance of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+PLACES = ("engine", "rank", "tensor", "phase")
+"""What an error may say of where it happened."""
 
 
 class WeightSyncError(RuntimeError):
@@ -32,17 +36,39 @@ class WeightSyncError(RuntimeError):
         where = [
             f"{name}={value!r}"
             for name, value in vars(self).items()
-            if name in ("engine", "rank", "tensor", "phase") and value is not None
+            if name in PLACES and value is not None
         ]
         return f"{self.message} [{', '.join(where)}]" if where else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        places = {name: getattr(self, name, None) for name in ("engine", "rank", "tensor", "phase")}
-        return _rebuild, (type(self), self.message, places)
+        return _rebuild, (type(self), self.message, places_of(self))
 
 
 def _rebuild(kind: type[WeightSyncError], message: str, places: dict[str, Any]) -> WeightSyncError:
     return kind(message, **places)
+
+
+def places_of(error: WeightSyncError) -> dict[str, Any]:
+    """Where it happened, by the names of `PLACES`; None where one doesn't apply."""
+    # An error that Ray has wrapped is of our class too, but may lack what our constructor sets.
+    return {name: getattr(error, name, None) for name in PLACES}
+
+
+def retold(told: Mapping[str, Any], *, engine: str) -> WeightSyncError:
+    """An engine's own error again, from its class name (`type`), its `message` and its places.
+
+    Called in the trainer. `engine` is the name that the trainer knows it by. A class that is not one of this file
+    becomes an `EngineRequestError`.
+
+    Raises:
+        KeyError: `told` has no `type` or no `message`.
+    """
+    kind = globals().get(str(told["type"]))
+    if not (isinstance(kind, type) and issubclass(kind, WeightSyncError)):
+        kind = EngineRequestError
+    places = {name: told.get(name) for name in PLACES} | {"engine": engine}
+    error: WeightSyncError = kind(str(told["message"]), **places)
+    return error
 
 
 class WeightSyncDisabledError(WeightSyncError):

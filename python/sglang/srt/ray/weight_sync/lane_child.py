@@ -1,6 +1,7 @@
 """The two throw-away processes of `lane_probe.py`, run by path: one offers memory, the other one reads it with NIXL.
 
-Imports nothing of sglang, whose import takes longer than the probe. Prints `SECONDS s` for the best of three reads.
+Imports nothing of sglang, whose import takes longer than the probe. Prints `SECONDS s` for the best of three reads, or
+with `--ucx-version` only `UCX v`, the version of the library that NIXL loaded.
 """
 
 from __future__ import annotations
@@ -94,15 +95,37 @@ def _seconds_of_a_read(agent: Any, local: Any, there: Any, remote: Any) -> float
     return seconds
 
 
+def _print_ucx_version() -> None:
+    """NIXL brings several builds of UCX and loads one of them: the mapped files say which."""
+    import ctypes
+    from pathlib import Path
+
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent("ucx-version", nixl_agent_config(backends=["UCX"]))
+    mapped = {
+        line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+    }
+    libraries = [path for path in mapped if Path(path).name.startswith("libucp")]
+    if not libraries:
+        raise SystemExit(f"{agent!r} loaded no libucp")
+    version = ctypes.CDLL(libraries[0]).ucp_get_version_string
+    version.restype = ctypes.c_char_p
+    print(f"UCX {version().decode()}", flush=True)
+
+
 def main() -> None:
     """One of the two processes: the reader (which starts the other) or the source."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--source-device", choices=["cpu", "cuda"])
-    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--bytes", type=int, default=1)
     parser.add_argument("--source", action="store_true")
+    parser.add_argument("--ucx-version", action="store_true")
     arguments = parser.parse_args()
-    if arguments.source:
+    if arguments.ucx_version:
+        _print_ucx_version()
+    elif arguments.source:
         _serve(arguments.device, arguments.bytes)
     else:
         _read(arguments.device, arguments.bytes, arguments.source_device or arguments.device)

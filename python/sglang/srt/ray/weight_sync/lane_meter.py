@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,24 @@ def surroundings(device: str) -> Surroundings:
     )
 
 
+def host_loopback(
+    environment: Mapping[str, str], device: Any, source_device: Any, *, timeout_s: float
+) -> HostLoopback:
+    """What this host gives from memory on `source_device` to memory on `device`, under `environment` and without it.
+
+    Raises:
+        DeadlineExceededError, TransferError: as `probe_loopback`.
+    """
+    plain = untouched_environment(environment, device)
+    num_bytes = min(PROBE_BYTES[device], PROBE_BYTES[source_device])
+    options: dict[str, Any] = {"device": device, "source_device": source_device}
+    options |= {"num_bytes": num_bytes, "timeout_s": timeout_s}
+    chosen = probe_loopback(environment=environment, **options)
+    same = lane_variables(plain) == lane_variables(environment)
+    best = chosen if same else probe_loopback(environment=plain, **options)
+    return HostLoopback(chosen=chosen, untouched=best)
+
+
 class RankLaneMeter:
     """The rank's end. Called on threads of the actor's concurrency groups; generation goes on meanwhile."""
 
@@ -64,16 +82,9 @@ class RankLaneMeter:
         it gives between GPUs.
         """
         if source_device not in self._loopbacks:
-            kind: Any = self._device.type
-            environment = dict(os.environ)
-            plain = untouched_environment(environment, kind)
-            num_bytes = min(PROBE_BYTES[kind], PROBE_BYTES[source_device])
-            options: dict[str, Any] = {"device": kind, "source_device": source_device}
-            options |= {"num_bytes": num_bytes, "timeout_s": timeout_s}
-            chosen = probe_loopback(environment=environment, **options)
-            same = lane_variables(plain) == lane_variables(environment)
-            best = chosen if same else probe_loopback(environment=plain, **options)
-            self._loopbacks[source_device] = HostLoopback(chosen=chosen, untouched=best)
+            self._loopbacks[source_device] = host_loopback(
+                os.environ, self._device.type, source_device, timeout_s=timeout_s
+            )
         return self._loopbacks[source_device]
 
     def measure(self, refs: Sequence[Any], timeout_s: float) -> float:

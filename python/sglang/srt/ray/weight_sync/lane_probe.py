@@ -51,28 +51,53 @@ def probe_loopback(
         TransferError: no agent starts, or the read fails, with what the process said.
     """
     place = dict(os.environ if environment is None else environment) | {"UCX_PROTO_INFO": "y"}
+    arguments = ["--device", device, "--bytes", str(num_bytes)]
+    arguments += ["--source-device", source_device or device]
+    what = f"the lane probe on {device!r}"
+    said = _run_child(arguments, place, what=what, timeout_s=timeout_s)
+    found = re.search(r"^SECONDS (\S+)$", said, re.MULTILINE)
+    if found is None:
+        raise TransferError(f"{what} told no time: {said.strip()[-500:]!r}", phase="connect")
+    return Loopback(
+        lane=lane_in(said), gigabytes_per_second=num_bytes / float(found.group(1)) / 1e9
+    )
+
+
+def _run_child(
+    arguments: list[str], environment: Mapping[str, str], *, what: str, timeout_s: float
+) -> str:
+    """What `lane_child.py` prints."""
     # By path and with -P, so that neither sglang (seconds of imports) nor our folder gets in.
     script = str(Path(__file__).with_name("lane_child.py"))
-    command = [sys.executable, "-P", script, "--device", device, "--bytes", str(num_bytes)]
-    command += ["--source-device", source_device or device]
+    command = [sys.executable, "-P", script, *arguments]
     try:
         done = subprocess.run(
-            command, env=place, capture_output=True, text=True, timeout=timeout_s, check=False
+            command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceededError(
-            f"the lane probe on {device!r} did not end within {timeout_s:g} s", phase="connect"
+            f"{what} did not end within {timeout_s:g} s", phase="connect"
         ) from error
-    found = re.search(r"^SECONDS (\S+)$", done.stdout, re.MULTILINE)
-    if done.returncode or found is None:
+    if done.returncode:
         said = (done.stdout + done.stderr).strip()[-500:]
         raise TransferError(
-            f"the lane probe on {device!r} failed with exit status {done.returncode}: {said!r}",
-            phase="connect",
+            f"{what} failed with exit status {done.returncode}: {said!r}", phase="connect"
         )
-    return Loopback(
-        lane=lane_in(done.stdout), gigabytes_per_second=num_bytes / float(found.group(1)) / 1e9
+    return done.stdout
+
+
+def ucx_version(*, timeout_s: float = 60.0) -> str:
+    """The version of the UCX that NIXL loads, as that UCX says it; asked in a throw-away process, about a second.
+
+    Raises:
+        DeadlineExceededError, TransferError: as `probe_loopback`. No UCX setting can be the reason: none is passed.
+    """
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    said = _run_child(
+        ["--ucx-version"], plain, what="the question for UCX's version", timeout_s=timeout_s
     )
+    found = re.search(r"^UCX (\S+)$", said, re.MULTILINE)
+    return found.group(1) if found else "unknown"
 
 
 def lane_in(text: str) -> str:

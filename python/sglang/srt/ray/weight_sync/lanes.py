@@ -139,20 +139,12 @@ def judged(
             "trainer and rank are in different PID namespaces, which rules out CUDA IPC and cross-memory attach; "
             "share the namespace (hostPID, --pid=host)"
         )
-    mine, best = loopback.chosen, loopback.untouched
-    if mine.lane != best.lane and _is_slow(mine.lane):
-        warnings.append(
-            f"reads take {mine.lane!r} ({mine.gigabytes_per_second:.2f} GB/s in a loop-back) where {best.lane!r} "
-            f"({best.gigabytes_per_second:.2f} GB/s) is available"
-        )
-    elif _is_slow(best.lane):
-        warnings.append(
-            f"this host gives nothing better than {best.lane!r} ({best.gigabytes_per_second:.2f} GB/s) from "
-            f"{here.device} memory to {there.device} memory"
-        )
+    warnings += loopback_warnings(loopback, source=here.device, target=there.device)
     if floor is None and same_host and there.device in DEFAULT_FLOOR_SHARES:
         share = DEFAULT_FLOOR_SHARES[there.device]
-        floor = share * max(mine.gigabytes_per_second, best.gigabytes_per_second)
+        floor = share * max(
+            loopback.chosen.gigabytes_per_second, loopback.untouched.gigabytes_per_second
+        )
     return Lane(
         engine=engine,
         rank=rank,
@@ -163,6 +155,22 @@ def judged(
         loopback=loopback,
         warnings=tuple(warnings),
     )
+
+
+def loopback_warnings(loopback: HostLoopback, *, source: str, target: str) -> list[str]:
+    """What is wrong with the lane that a host's own processes take from `source` memory to `target` memory."""
+    mine, best = loopback.chosen, loopback.untouched
+    if mine.lane != best.lane and _is_slow(mine.lane):
+        return [
+            f"reads take {mine.lane!r} ({mine.gigabytes_per_second:.2f} GB/s in a loop-back) where {best.lane!r} "
+            f"({best.gigabytes_per_second:.2f} GB/s) is available"
+        ]
+    if _is_slow(best.lane):
+        return [
+            f"this host gives nothing better than {best.lane!r} ({best.gigabytes_per_second:.2f} GB/s) from "
+            f"{source} memory to {target} memory"
+        ]
+    return []
 
 
 def lane_variables(environment: Mapping[str, str]) -> dict[str, str]:
