@@ -7,6 +7,7 @@ from shards import Topology, build_shard, publish_args
 
 from sglang.srt.ray.weight_sync.errors import UnplannableModelError
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.name_coverage import plan_by_names
 from sglang.srt.ray.weight_sync.planning import trace_shard_plan
 
 REARRANGED = {"deepseek-v3": "fused_qkv_a_proj_with_mqa"}  # concatenated by the loader
@@ -55,3 +56,19 @@ def test_a_loader_that_adds_to_what_it_is_given_is_refused_by_name(config_folder
     with pytest.raises(UnplannableModelError, match="GemmaForCausalLM") as refused:
         trace_shard_plan(model, manifest, "")
     assert "norm" in str(refused.value.tensor)
+
+
+def test_a_loader_that_computes_is_still_held_to_its_names(config_folder):
+    model = build_shard(publish_args(config_folder("gemma")), Topology(tp=2).ranks()[1])
+    manifest = [
+        TensorSpec(name=name, shape=shape, dtype="float32")
+        for name, shape in families.checkpoint_shapes("gemma").items()
+    ]
+    plan = plan_by_names(model, manifest, "")
+    assert (plan.missing_targets, plan.unused_sources) == ((), ())
+    fewer = [spec for spec in manifest if "layers.1.self_attn.k_proj" not in spec.name]
+    odd = TensorSpec(name="model.layers.1.odd.weight", shape=(2,), dtype="float32")
+    plan = plan_by_names(model, [*fewer, odd], "")
+    assert plan.missing_targets == ("model.layers.1.self_attn.qkv_proj.weight",)
+    assert plan.partly_sent_targets == plan.missing_targets
+    assert plan.unused_sources == ("model.layers.1.odd.weight",)

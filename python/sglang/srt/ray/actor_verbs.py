@@ -19,10 +19,13 @@ from sglang.srt.ray.message_queues import unlink_message_queues
 from sglang.srt.ray.rank_requests import stages_of
 from sglang.srt.ray.rank_state import rank_state
 from sglang.srt.ray.weight_lending import send_weights
+from sglang.srt.ray.weight_sessions import BOOK, note_loaded
 from sglang.srt.ray.weight_sync.errors import WeightSyncDisabledError
 from sglang.srt.ray.weight_sync.lanes import HostLoopback, Surroundings
 from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankStatus
+from sglang.srt.ray.weight_sync.loader import LoadedRef, look
+from sglang.srt.ray.weight_sync.manifest import WeightManifest
 from sglang.srt.ray.weight_sync.receiver import DEFAULT_PULL_DEADLINE_S, WeightReceiver
 from sglang.srt.ray.weight_sync.shards import ShardPlan
 
@@ -135,6 +138,52 @@ class SchedulerActorVerbs:
             deadline_s=deadline_s,
         )
 
+    @ray.method(concurrency_group="control")
+    def describe_object_refs(self, refs: Sequence[Any], deadline_s: float) -> WeightManifest:
+        """What a ref (in a list) holds: fetched, described, and let go of. Generation goes on."""
+        self._weight_receiver()  # refuses without weight sync
+        (ref,) = refs
+        return look(ref, timeout_s=deadline_s, rank=self._rank)
+
+    @ray.method(concurrency_group="control")
+    def plan_load(self, manifest: Sequence[TensorSpec]) -> ShardPlan:
+        """What of these Hugging Face tensors this rank's loader takes, copied or computed."""
+        return self._weight_receiver().plan_load(manifest)
+
+    @ray.method(concurrency_group="weights")
+    def update_weights_from_object_ref(
+        self,
+        refs: Sequence[Any],
+        transaction: str | None = None,
+        index: int = 0,
+        expected: WeightManifest | None = None,
+        deadline_s: float = DEFAULT_PULL_DEADLINE_S,
+    ) -> LoadedRef:
+        """Load the named tensors of one ref through the engine's own loader.
+
+        `load_object_refs` calls it on every rank in its transaction. A client's own session may call it too, between
+        begin and end, paused; it then has to reach every rank, and ends unverified.
+
+        Args:
+            refs: one ref in a list (so that Ray hands it over unresolved) to `{hf_name: tensor}` or pairs of them.
+        """
+        updater = self.scheduler.weight_updater
+        loaded = self._weight_receiver().load(
+            refs,
+            load=self.scheduler.tp_worker.model_runner.weight_updater.load_weights_from_distributed,
+            transaction=transaction,
+            index=index,
+            expected=expected,
+            deadline_s=deadline_s,
+        )
+        note_loaded(updater)
+        return loaded
+
+    @ray.method(concurrency_group="weights")
+    def finish_load(self, transaction: str, verified: bool) -> PullReport:
+        """Called by `load_object_refs` when every ref was loaded on every rank."""
+        return self._weight_receiver().finish_load(transaction, verified=verified)
+
     @ray.method(concurrency_group="weights")
     def send_weights_to(self, receiver: Any, transaction: str, deadline_s: float) -> PullReport:
         """Have another engine's same rank pull this rank's live weights, verified; see `weight_lending.py`."""
@@ -182,8 +231,14 @@ class SchedulerActorVerbs:
         """Make cached prefixes unreachable for requests that have not started; generation must be paused."""
         self._weight_receiver().isolate_prefix_cache(namespace)
 
+    @property
+    def _rank(self) -> int:
+        from sglang.srt.runtime_context import get_parallel
+
+        return self._pp_rank * int(get_parallel().tp_size) + self._tp_rank
+
     def _weight_receiver(self) -> WeightReceiver:
-        from sglang.srt.runtime_context import get_device, get_exec, get_parallel
+        from sglang.srt.runtime_context import get_device, get_exec
 
         bind_rank_device(get_device().gpu_id)
         with self._receiver_lock:
@@ -195,7 +250,8 @@ class SchedulerActorVerbs:
                     )
                 self._receiver = WeightReceiver(
                     self.scheduler,
-                    rank=self._pp_rank * get_parallel().tp_size + self._tp_rank,
+                    rank=self._rank,
                     pins_allowed=not get_exec().features.enable_memory_saver,
+                    sessions=BOOK,
                 )
             return self._receiver

@@ -159,11 +159,16 @@ class LocalEngineControl:
 
     @property
     def actors(self) -> Sequence[Any]:
-        result = (
-            getattr(self._engine, "_scheduler_init_result", None)
-            or self._engine.scheduler_init_result
+        result = getattr(self._engine, "_scheduler_init_result", None) or getattr(
+            self._engine, "scheduler_init_result", None
         )
-        return result.scheduler_actors
+        if (actors := getattr(result, "scheduler_actors", None)) is None:
+            raise errors.EngineWithoutActorsError(
+                f"the ranks of {type(self._engine).__name__} are no Ray actors, so object refs can't reach them; use "
+                f"RayEngine, launch_engine or --use-ray",
+                engine=self._name,
+            )
+        return list(actors)
 
     def open(self, request: OpenRequest, *, timeout_s: float) -> Mapping[str, Any]:
         return self._run("open", self._fence.open(request, timeout_s=timeout_s), timeout_s)

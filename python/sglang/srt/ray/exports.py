@@ -23,6 +23,8 @@ _HOMES = {
     "LocalEngineControl": "sglang.srt.ray.engine_control",
     "WeightPublisher": "sglang.srt.ray.weight_sync",
     "SyncReport": "sglang.srt.ray.weight_sync",
+    "WeightManifest": "sglang.srt.ray.weight_sync",
+    "load_object_refs": "sglang.srt.ray.weight_sync",
 }
 EXPORTED = sorted(_HOMES)
 

@@ -180,6 +180,13 @@ class HostedEngine(Engine):
     def _ensure_event_loop() -> EngineLoop:
         return EngineLoop()
 
+    def update_weights_from_object_ref(self, refs: Any, *, version: str, **options: Any) -> Any:
+        """Bring this engine to the weights in `refs`, through its own loader; blocks.
+
+        `refs` and `options` as for `weight_sync.load_object_refs`, which says what is raised and what is then served.
+        """
+        return load_into_engine(self, refs, version=version, **options)
+
     async def async_generate(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's, from a coroutine of any loop."""
         if kwargs.get("stream") is True:
@@ -195,3 +202,15 @@ class HostedEngine(Engine):
 
     async def async_unload_lora_adapter(self, *args: Any, **kwargs: Any) -> Any:
         return await self.loop.bridged(super().async_unload_lora_adapter(*args, **kwargs))
+
+
+def load_into_engine(engine: Any, refs: Any, *, version: str, **options: Any) -> Any:
+    """`load_object_refs` for one engine of this process: a RayEngine or a LaunchedEngine.
+
+    Raises:
+        EngineWithoutActorsError: the engine's ranks are no Ray actors.
+    """
+    from sglang.srt.ray.engine_control import LocalEngineControl
+    from sglang.srt.ray.weight_sync.loading import load_object_refs
+
+    return load_object_refs([LocalEngineControl(engine)], refs, version=version, **options)

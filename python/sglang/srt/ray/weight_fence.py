@@ -257,7 +257,7 @@ class WeightFence:
             ):
                 await self._fail(held, reason, written=True)
                 self.check_serving()
-            if any(status.session_open and status.tensors_written for status in statuses):
+            if any(status.session_open and status.written for status in statuses):
                 await self._drop_old_prefixes(held)  # upstream's end does not, nor do these clients
             self.machine.seal(held.id)
             self.machine.resume(held.id, verified=False)

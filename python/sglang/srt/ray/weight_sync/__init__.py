@@ -11,6 +11,7 @@ from sglang.srt.ray.weight_sync.errors import (
     DigestMismatchError,
     EngineRequestError,
     EngineTornError,
+    EngineWithoutActorsError,
     GenerationNotPausedError,
     ReadInFlightError,
     SessionNotOpenError,
@@ -28,6 +29,8 @@ from sglang.srt.ray.weight_sync.errors import (
 )
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport
+from sglang.srt.ray.weight_sync.loading import load_object_refs
+from sglang.srt.ray.weight_sync.manifest import WeightManifest
 from sglang.srt.ray.weight_sync.publisher import WeightPublisher
 from sglang.srt.ray.weight_sync.report import SyncReport
 
@@ -37,6 +40,7 @@ __all__ = [
     "EngineControl",
     "EngineRequestError",
     "EngineTornError",
+    "EngineWithoutActorsError",
     "GenerationNotPausedError",
     "OpenRequest",
     "PullReport",
@@ -52,9 +56,11 @@ __all__ = [
     "UnknownTransactionError",
     "UnplannableModelError",
     "WeightLayout",
+    "WeightManifest",
     "WeightMismatchError",
     "WeightNameError",
     "WeightPublisher",
     "WeightSyncDisabledError",
     "WeightSyncError",
+    "load_object_refs",
 ]

@@ -7,7 +7,7 @@ declared partial sync names the tensors that it means to send, and is then held 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -38,9 +38,17 @@ def check_declared(names: Sequence[str], partial: Sequence[str] | None) -> None:
 
 
 def check_coverage(
-    plans: Mapping[str, Sequence[ShardPlan]], sources: Mapping[str, torch.Tensor], *, partial: bool
+    plans: Mapping[str, Sequence[ShardPlan]],
+    sources: Mapping[str, torch.Tensor] | Mapping[str, str],
+    *,
+    partial: bool,
+    through_loader: bool = False,
 ) -> None:
     """Hold the plans of all ranks (engine name -> its ranks' plans) against what was given.
+
+    Args:
+        sources: name -> tensor, or its digest where the tensor is elsewhere.
+        through_loader: the engine's loader will run, so that what it computes is no obstacle.
 
     Raises:
         WeightNameError: with the three lists.
@@ -59,7 +67,9 @@ def check_coverage(
         for rank, plan in enumerate(ranks)
         if plan.partly_sent_targets and partial
     }
-    computed = sorted({name for plan in every for name in plan.computed_targets})
+    computed = sorted(
+        {name for plan in every for name in plan.computed_targets if not through_loader}
+    )
     stateful = (
         sorted({name for plan in every for name in plan.stateful_buffers}) if not partial else []
     )
@@ -79,14 +89,16 @@ def check_coverage(
         )
 
 
-def _lost_sources(plans: Sequence[ShardPlan], sources: Mapping[str, torch.Tensor]) -> list[str]:
+def _lost_sources(
+    plans: Sequence[ShardPlan], sources: Mapping[str, torch.Tensor] | Mapping[str, str]
+) -> list[str]:
     unused = set(sources)
     for plan in plans:
         unused &= set(plan.unused_sources)
     # A tied pair is one tensor under two names: it arrives under whichever name the engine's loader takes.
-    used_memory = {_memory(tensor) for name, tensor in sources.items() if name not in unused}
-    return sorted(name for name in unused if _memory(sources[name]) not in used_memory)
+    used = {_identity(source) for name, source in sources.items() if name not in unused}
+    return sorted(name for name in unused if _identity(sources[name]) not in used)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+def _identity(source: torch.Tensor | str) -> Hashable:
+    return source if isinstance(source, str) else (source.data_ptr(), source.shape)

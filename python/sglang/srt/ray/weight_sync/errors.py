@@ -75,6 +75,10 @@ class WeightSyncDisabledError(WeightSyncError):
     """The engine was started without `--enable-rdt-weight-sync`."""
 
 
+class EngineWithoutActorsError(WeightSyncError):
+    """The engine's ranks are no Ray actors, so object refs can't reach them."""
+
+
 class SessionNotOpenError(WeightSyncError):
     """Bytes may land only between `begin_weight_update` and `end_weight_update`."""
 

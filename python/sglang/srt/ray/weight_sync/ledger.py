@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.ray.weight_sync.errors import ReadInFlightError, WeightSyncError
 
@@ -49,6 +49,24 @@ class RankStatus:
     tensors_total: int
 
 
+class SessionBook:
+    """The weight sessions of one rank, counted; a session keeps its number however upstream records it."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.pulled = False
+        """Whether bytes were pulled in the open session, past the engine's loader."""
+
+    @property
+    def key(self) -> Hashable:
+        """What the open session's records are filed under."""
+        return ("session", self._number)
+
+    def ended(self) -> None:
+        self._number += 1
+        self.pulled = False
+
+
 class RankLedger:
     """The record of one rank. Guarded by the receiver's pull lock, except for `status`."""
 
@@ -59,6 +77,8 @@ class RankLedger:
         self.written = False
         self.failure: WeightSyncError | None = None
         self.report: PullReport | None = None
+        self.loaded: list[Any] = []
+        """What each ref gave that went through the loader, in order."""
         self._tensors: set[str] = set()
         self._failed: set[str] = set()
         self._unfinished: list[Read] = []
@@ -75,6 +95,7 @@ class RankLedger:
         self._key, self.transaction = key, transaction
         self.written, self.failure, self.report = False, None, None
         self._tensors, self._failed = set(), set()
+        self.loaded = []
 
     def holds(self, key: Hashable) -> bool:
         return key is not None and key == self._key
@@ -111,11 +132,12 @@ class RankLedger:
                 phase="begin",
             )
 
-    def status(self, open_session: object | None, tensors_total: int) -> RankStatus:
+    def status(self, open_session: Hashable | None, tensors_total: int) -> RankStatus:
+        """`open_session`: the open session's key."""
         return RankStatus(
             rank=self._rank,
             transaction=self.transaction,
-            session_open=open_session is not None and self._key == ("session", id(open_session)),
+            session_open=open_session is not None and self._key == open_session,
             written=self.written,
             in_flight=bool(self._unfinished),
             failure=None if self.failure is None else str(self.failure),

@@ -131,12 +131,12 @@ def _plan(
         missing_targets=tuple(missing),
         partly_sent_targets=tuple(partly),
         computed_targets=tuple(computed),
-        stateful_buffers=tuple(_stateful_buffers(model)),
+        stateful_buffers=tuple(stateful_buffers(model)),
         numbered_targets=tuple(numbered),
     )
 
 
-def _stateful_buffers(model: torch.nn.Module) -> Iterator[str]:
+def stateful_buffers(model: torch.nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

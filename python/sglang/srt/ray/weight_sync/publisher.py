@@ -28,7 +28,7 @@ from sglang.srt.ray.weight_sync.lane_meter import measured_lanes
 from sglang.srt.ray.weight_sync.lanes import Lane
 from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, fingerprint_of
 from sglang.srt.ray.weight_sync.ledger import PullReport
-from sglang.srt.ray.weight_sync.report import PhaseClock, SyncReport
+from sglang.srt.ray.weight_sync.report import PhaseClock, SyncReport, split_phases
 from sglang.srt.ray.weight_sync.shards import ShardPlan
 
 logger = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class WeightPublisher:
                     "resume",
                     lambda engine: engine.resume(request.transaction, timeout_s=timeout),
                 )
-        _split_phases(clock, states, reports)
+        split_phases(clock, states, reports)
         return reports
 
     def _commit(
@@ -362,23 +362,6 @@ class WeightPublisher:
                 cause.add_note(
                     f"{engine.name} could not be told to give up (its time limit will): {error}"
                 )
-
-
-def _split_phases(
-    clock: PhaseClock,
-    states: Sequence[Mapping[str, Any]],
-    reports: Mapping[str, tuple[PullReport, ...]],
-) -> None:
-    """Take the slowest engine's steps and the slowest rank's transfer out of what the calls took altogether."""
-    ranks = [report for each in reports.values() for report in each]
-    steps = [state["step_seconds"] for state in states]
-    parts = {name: max(each[name] for each in steps) for name in steps[0]}
-    clock.split(
-        "control",
-        **parts,
-        wire=max(report.wire_seconds for report in ranks),
-        verify=max(report.verify_seconds for report in ranks),
-    )
 
 
 def _as_dict(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:

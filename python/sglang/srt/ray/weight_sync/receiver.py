@@ -8,15 +8,16 @@ by digest. The publisher's counterpart is `publisher.py`; the engine-wide verdic
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from sglang.srt.ray.weight_sync import preflight, transports
+from sglang.srt.ray.weight_sync import loader, preflight, transports
 from sglang.srt.ray.weight_sync.digest import settle, tensor_digests
 from sglang.srt.ray.weight_sync.errors import (
     DeadlineExceededError,
@@ -25,13 +26,15 @@ from sglang.srt.ray.weight_sync.errors import (
     SessionNotOpenError,
     StaleTransactionError,
     TransferError,
+    UnplannableModelError,
     WeightMismatchError,
     WeightNameError,
     WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.lane_meter import RankLaneMeter
 from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout
-from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus
+from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus, SessionBook
+from sglang.srt.ray.weight_sync.manifest import WeightManifest
 from sglang.srt.ray.weight_sync.planning import trace_shard_plan
 from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
 from sglang.srt.ray.weight_sync.shards import ShardPlan
@@ -47,12 +50,21 @@ class WeightReceiver:
     runs on another thread of the same process, paused while bytes land.
     """
 
-    def __init__(self, scheduler: Any, *, rank: int, pins_allowed: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        rank: int,
+        pins_allowed: bool = True,
+        sessions: SessionBook | None = None,
+    ) -> None:
         """Args:
         scheduler: the live `Scheduler` of this process.
         rank: this rank's index in the engine, for errors and reports.
         pins_allowed: False with the memory saver on, whose releases move memory from under a pin.
+        sessions: counts the scheduler's weight sessions; None where nothing ends one.
         """
+        self._sessions = sessions or SessionBook()
         self._scheduler = scheduler
         self._rank = rank
         self._pins_allowed = pins_allowed
@@ -73,10 +85,20 @@ class WeightReceiver:
         """Which elements of the manifest's tensors each parameter takes; generation may go on meanwhile."""
         return trace_shard_plan(self._model(), manifest, self.layout().fingerprint)
 
+    def plan_load(self, manifest: Sequence[TensorSpec]) -> ShardPlan:
+        """What of a manifest the loader will take: by elements, or by names where it computes."""
+        try:
+            return self.plan(manifest)
+        except UnplannableModelError:
+            from sglang.srt.ray.weight_sync.name_coverage import plan_by_names
+
+            return plan_by_names(self._model(), manifest, self.layout().fingerprint)
+
     def status(self) -> RankStatus:
         """What happened to this rank's weights. Never waits for a pull."""
         total = sum(1 for _ in self._model().named_parameters())
-        return self._ledger.status(self._scheduler.weight_updater._session, total)
+        is_open = self._scheduler.weight_updater._session is not None
+        return self._ledger.status(self._sessions.key if is_open else None, total)
 
     def admit(self, transaction: str | None) -> None:
         """From now on only pulls of `transaction` may start; None admits a client's own pulls.
@@ -171,6 +193,7 @@ class WeightReceiver:
             )
             written = [piece.name for piece in pieces]
             self._ledger.will_write(written)
+            self._sessions.pulled = True
             try:
                 report = self._pull_into(refs, labels, targets, counts, digests, deadline)
             except WeightSyncError as error:
@@ -182,6 +205,76 @@ class WeightReceiver:
             return report
         finally:
             self._pull_lock.release()
+
+    # Load
+
+    def load(
+        self,
+        refs: Sequence[Any],
+        *,
+        load: loader.Load,
+        transaction: str | None,
+        index: int,
+        expected: WeightManifest | None,
+        deadline_s: float,
+    ) -> loader.LoadedRef:
+        """Give the named tensors of one ref to the engine's loader; see `loader.load_ref` for what can go wrong.
+
+        Args:
+            refs: one ref in a list, so that Ray hands it over unresolved.
+            load: the scheduler's loader.
+            transaction: as for `pull`; a repeated call of one that completed returns its result again.
+            index: which ref of the transaction this is, counted from 0.
+        """
+        deadline = time.monotonic() + deadline_s
+        if not self._pull_lock.acquire(timeout=deadline_s):
+            raise DeadlineExceededError(
+                f"another write into this rank was still running after {deadline_s:g} s",
+                rank=self._rank,
+                phase="load",
+            )
+        try:
+            if transaction is not None and self._ledger.holds(transaction):
+                if index < len(self._ledger.loaded):
+                    return cast(loader.LoadedRef, self._ledger.loaded[index])
+                if self._ledger.failure is not None:
+                    raise self._ledger.failure
+            self._check_writable()
+            self._check_admitted(transaction)
+            self._ledger.open(self._record_key(transaction), transaction)
+            (ref,) = refs
+            loaded = loader.load_ref(
+                ref,
+                ledger=self._ledger,
+                load=load,
+                expected=expected,
+                timeout_s=deadline - time.monotonic(),
+                rank=self._rank,
+            )
+            self._ledger.loaded.append(loaded)
+            return loaded
+        finally:
+            self._pull_lock.release()
+
+    def finish_load(self, transaction: str, *, verified: bool) -> PullReport:
+        """All refs of the transaction were loaded: what the fence asks for before it seals.
+
+        Args:
+            verified: whether the digests that were compared came from the source itself.
+        """
+        with self._pull_lock:
+            self._check_admitted(transaction)
+            if not self._ledger.holds(transaction) or not self._ledger.loaded:
+                raise WeightNameError(
+                    f"nothing was loaded in transaction {transaction!r}",
+                    rank=self._rank,
+                    phase="load",
+                )
+            if self._ledger.failure is not None:
+                raise self._ledger.failure
+            report = loader.report_of(self._ledger.loaded, rank=self._rank)
+            self._ledger.report = dataclasses.replace(report, verified=verified and report.verified)
+            return self._ledger.report
 
     def verify(self, digests: Mapping[str, str]) -> None:
         """Compare parameters with a client's manifest of digests (name -> `algorithm:hex`).
@@ -199,7 +292,7 @@ class WeightReceiver:
                 raise
 
     def _record_key(self, transaction: str | None) -> Hashable:
-        return transaction or ("session", id(self._scheduler.weight_updater._session))
+        return transaction or self._sessions.key
 
     def _pull_into(
         self,

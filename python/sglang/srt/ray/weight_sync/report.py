@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.ray.weight_sync.ledger import PullReport
 
@@ -115,3 +115,20 @@ class PhaseClock:
         """Take `parts` out of a measured phase."""
         self.seconds[phase] = max(self.seconds[phase] - sum(parts.values()), 0.0)
         self.seconds |= parts
+
+
+def split_phases(
+    clock: PhaseClock,
+    states: Sequence[Mapping[str, Any]],
+    reports: Mapping[str, tuple[PullReport, ...]],
+) -> None:
+    """Take the slowest engine's steps and the slowest rank's transfer out of what the calls took altogether."""
+    ranks = [report for each in reports.values() for report in each]
+    steps = [state["step_seconds"] for state in states]
+    parts = {name: max(each[name] for each in steps) for name in steps[0]}
+    clock.split(
+        "control",
+        **parts,
+        wire=max(report.wire_seconds for report in ranks),
+        verify=max(report.verify_seconds for report in ranks),
+    )

@@ -7,14 +7,14 @@ another set of these functions.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+import ray.experimental
+import torch
 from ray.exceptions import RayError
-
-if TYPE_CHECKING:
-    import torch
 
 TRANSPORT_ERRORS = (RayError, RuntimeError, ValueError)
 """What a failed read may raise. TimeoutError has to be caught before these."""
@@ -79,6 +79,39 @@ def waves(refs: Sequence[ray.ObjectRef]) -> Iterator[slice]:
             first, versions = index, {name: version}
     if first < len(refs):
         yield slice(first, len(refs))
+
+
+_abandoned: list[list[torch.Tensor]] = []
+
+
+def fetch(ref: ray.ObjectRef, *, timeout_s: float) -> Any:
+    """The value of any ref, of the object store or of RDT, with tensors in memory of this process.
+
+    Raises:
+        TimeoutError: its owner did not deliver in time.
+        One of TRANSPORT_ERRORS: the owner died, or the transport failed.
+    """
+    if not ray.worker.global_worker.rdt_manager.is_managed_object(ref.hex()):
+        return _get(ref, timeout_s)
+    started = time.monotonic()
+    shapes = described(ref, timeout_s=timeout_s)
+    source = ray.worker.global_worker.rdt_manager.get_rdt_metadata(ref.hex())
+    device = source.tensor_transport_meta.tensor_device
+    targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    ray.experimental.set_target_for_ref(ref, targets)
+    try:
+        return _get(ref, max(timeout_s - (time.monotonic() - started), 0.0))
+    except BaseException:
+        # A read that was given up may still write: its targets must never become somebody else's memory.
+        _abandoned.append(targets)
+        raise
+
+
+def _get(ref: ray.ObjectRef, timeout_s: float) -> Any:
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(f"{ref!r} did not arrive within {timeout_s:g} s") from error
 
 
 class Read:
