@@ -175,10 +175,13 @@ class WeightReceiver:
             self._ledger.will_write(written)
             try:
                 copied = None if staged is None else self._copy_staged(staged, staged_targets)
-                report = self._pull_into(
-                    refs, labels, targets, counts, digests, deadline, keeper=self._ledger
-                )
-                report = report if copied is None else _together(copied, report)
+                if copied is not None and not refs:
+                    report = copied
+                else:
+                    rest = self._pull_into(
+                        refs, labels, targets, counts, digests, deadline, keeper=self._ledger
+                    )
+                    report = rest if copied is None else _together(copied, rest)
             except WeightSyncError as error:
                 self._ledger.failed(written, error)
                 raise
