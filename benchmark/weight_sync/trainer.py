@@ -13,7 +13,7 @@ import torch
 from .ceiling import Ceiling
 from .upstream import UpstreamWays
 
-STAGINGS = {"rdt direct": "direct"}
+STAGINGS = {"rdt direct": "direct", "rdt shadow": "shadow"}
 UPSTREAM = {
     "upstream tensor": "tensor",
     "upstream distributed": "distributed",

@@ -87,7 +87,7 @@ def test_totals_are_over_all_ranks_and_the_pause_leaves_out_what_runs_before_it(
     report = make_report()
     assert report.total_bytes == 12_000_000
     assert report.total_seconds == sum(report.phase_seconds.values())
-    assert report.pause_seconds == report.total_seconds - 2.0 - 0.0625  # plan and stage
+    assert report.pause_seconds == report.total_seconds - 2.0 - 2 * 0.0625  # plan, stage, prefetch
     assert report.wire_gigabytes_per_second == 12e6 / 0.5 / 1e9
 
 

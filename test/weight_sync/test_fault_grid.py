@@ -24,23 +24,30 @@ from support.oracle import assert_serves
 from support.trainer import start_trainer
 
 from sglang.srt.ray.weight_sync import WeightSyncError
-from sglang.srt.ray.weight_sync.fault_table import Outcome, cells
+from sglang.srt.ray.weight_sync.fault_table import STEPS_OF, Outcome, cells
 
 PROMPT = list(range(5, 17))
 OLD_SEED, NEW_SEED = 1, 2
 TTL_S = 6.0
 GRID = [
     pytest.param(
+        staging,
         step,
         fault,
         found,
-        id=f"{step}-{fault.replace(' ', '-')}",
+        id=f"{staging}-{step}-{fault.replace(' ', '-')}",
         marks=[pytest.mark.slow],
     )
-    for step, fault, found in cells()
+    for staging in STEPS_OF
+    for step, fault, found in cells(staging=staging)
 ]
 IN_THE_TRAINER = ("plan", "stage")
-IN_A_RANK = {"wire": "_start", "verify": "_verify"}
+IN_A_RANK = {
+    "wire": "_start",
+    "verify": "_verify",
+    "prefetch": "_start",
+    "copy": "_copy_staged",
+}
 IN_THE_ENGINE = {
     "begin": "begin_session",
     "end": "end_session",
@@ -195,7 +202,7 @@ def _mend(engine: RunningEngine) -> None:
     """Whatever a cell left installed is taken out again."""
 
     def undo(actor: Any) -> None:
-        for name in ("_start", "_verify", "pull"):
+        for name in ("_start", "_verify", "_copy_staged", "pull"):
             actor._weight_receiver().__dict__.pop(name, None)
 
     for actor in engine.actors:
@@ -209,20 +216,26 @@ def _mend(engine: RunningEngine) -> None:
     ray.get(engine.host.__ray_call__.remote(undo_host), timeout=30)
 
 
-def _repeat_commit(trainer: Any) -> None:
-    def install(actor: Any) -> None:
-        publisher = actor._publisher
-        once = publisher._commit
-        publisher._commit = lambda *arguments: (once(*arguments), once(*arguments))[1]
+def _repeat_a_call(trainer: Any, method: str) -> None:
+    def install(actor: Any, name: str) -> None:
+        once = getattr(actor._publisher, name)
 
-    ray.get(trainer.__ray_call__.remote(install), timeout=30)
+        def twice(*arguments: Any, **options: Any) -> Any:
+            once(*arguments, **options)
+            return once(*arguments, **options)
+
+        setattr(actor._publisher, name, twice)
+
+    ray.get(trainer.__ray_call__.remote(install, method), timeout=30)
 
 
 # The grid
 
 
-@pytest.mark.parametrize(("step", "fault", "expected"), GRID)
-def test_a_fault_ends_as_the_table_says(engines, step: str, fault: str, expected: Outcome):
+@pytest.mark.parametrize(("staging", "step", "fault", "expected"), GRID)
+def test_a_fault_ends_as_the_table_says(
+    engines, staging: str, step: str, fault: str, expected: Outcome
+):
     engine = engines()
     medic, victim = start_trainer(), start_trainer()
     with ChaosProxy(engine.url).running() as proxy:
@@ -235,7 +248,7 @@ def test_a_fault_ends_as_the_table_says(engines, step: str, fault: str, expected
             _install(engine, proxy, victim, step, fault, victim_pid)
             with Load(engine):
                 new = next(_versions)
-                raised = _run(victim, str(new))
+                raised = _run(victim, str(new), staging)
                 _settle(engine, expected, str(new if expected.version == "new" else new - 1))
             assert raised or not expected.raises or fault.startswith("trainer")
             if fault in ("reply lost", "call repeated") and step in PATHS:
@@ -266,7 +279,7 @@ def _install(
         if step in PATHS:
             proxy.chaos, proxy.path = fault, PATHS[step]  # type: ignore[assignment]
         else:  # an actor call: Ray delivers its reply or fails it, so only the repeated call is left
-            _repeat_commit(victim)
+            _repeat_a_call(victim, "_stage" if step == "prefetch" else "_commit")
         return
     strike = _strike(fault, pid)
     if fault == "rank killed" and step not in IN_A_RANK:
@@ -291,9 +304,9 @@ def _sync(trainer: Any, seed: int, **options: Any) -> None:
     ray.get(trainer.sync.remote(seed, str(next(_versions)), **options), timeout=120)
 
 
-def _run(victim: Any, version: str) -> BaseException | None:
+def _run(victim: Any, version: str, staging: str) -> BaseException | None:
     """The victim's sync; a frozen victim is not waited for."""
-    call = victim.sync.remote(NEW_SEED, version)
+    call = victim.sync.remote(NEW_SEED, version, staging=staging)
     ready, _ = ray.wait([call], timeout=10)
     if not ready:
         return None

@@ -124,9 +124,11 @@ class SchedulerActorVerbs:
         pieces: Sequence[TensorPiece],
         digests: Mapping[str, str],
         deadline_s: float = DEFAULT_PULL_DEADLINE_S,
+        after_staged: bool = False,
     ) -> PullReport:
         """What a `WeightPublisher` calls: pull as `pull_weights` does, and compare every tensor's digest.
 
+        With `after_staged`, what `stage_weights` left for this transaction is copied into the parameters first.
         Repeating it with the same transaction returns the same report, or raises the same error, again.
         """
         return self._weight_receiver().pull(
@@ -136,6 +138,7 @@ class SchedulerActorVerbs:
             layout_fingerprint=layout_fingerprint,
             digests=digests,
             deadline_s=deadline_s,
+            after_staged=after_staged,
         )
 
     @ray.method(concurrency_group="control")
@@ -183,6 +186,34 @@ class SchedulerActorVerbs:
     def finish_load(self, transaction: str, verified: bool) -> PullReport:
         """Called by `load_object_refs` when every ref was loaded on every rank."""
         return self._weight_receiver().finish_load(transaction, verified=verified)
+
+    @ray.method(concurrency_group="weights")
+    def stage_weights(
+        self,
+        transaction: str,
+        layout_fingerprint: str,
+        refs: Sequence[Any],
+        pieces: Sequence[TensorPiece],
+        digests: Mapping[str, str],
+        deadline_s: float = DEFAULT_PULL_DEADLINE_S,
+    ) -> PullReport:
+        """Pull into the shadow buffer and compare every digest there, while generation goes on.
+
+        No parameter is touched, whatever happens. Repeating it returns the same report, or raises the same error.
+        """
+        return self._weight_receiver().stage(
+            refs,
+            pieces,
+            transaction=transaction,
+            layout_fingerprint=layout_fingerprint,
+            digests=digests,
+            deadline_s=deadline_s,
+        )
+
+    @ray.method(concurrency_group="weights")
+    def release_shadow(self) -> int:
+        """Give the shadow buffer's memory back; returns how many bytes it was."""
+        return self._weight_receiver().release_shadow()
 
     @ray.method(concurrency_group="weights")
     def send_weights_to(self, receiver: Any, transaction: str, deadline_s: float) -> PullReport:

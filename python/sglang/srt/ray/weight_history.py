@@ -35,7 +35,7 @@ class SyncRecord:
     ended_at: float
     pause_seconds: float
     step_seconds: Mapping[str, float]
-    """The engine's own steps, and `wire` and `verify` of the slowest rank."""
+    """The engine's own steps, and `copy`, `wire` and `verify` of the slowest rank as far as generation stood still."""
     total_bytes: int
     gigabytes_per_second: float | None
     """All bytes over the slowest rank's transfer, in 1e9 bytes per second; None when no rank reported."""
@@ -70,7 +70,12 @@ class SyncHistory:
         total = sum(report.total_bytes for report in reports)
         steps = dict(step_seconds)
         if reports:
-            steps |= {"wire": wire, "verify": max(report.verify_seconds for report in reports)}
+            steps |= {
+                "wire": max(each.wire_seconds - each.early_wire_seconds for each in reports),
+                "verify": max(each.verify_seconds - each.early_verify_seconds for each in reports),
+            }
+            if copied := max(each.copy_seconds for each in reports):
+                steps["copy"] = copied
         self._records.append(
             SyncRecord(
                 transaction=transaction.id,

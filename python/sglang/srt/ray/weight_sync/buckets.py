@@ -32,6 +32,30 @@ class Published:
     pieces: list[TensorPiece]
     digests: dict[str, str]
     """By `str(piece)`."""
+    counts: list[int]
+    """How many pieces each ref holds."""
+    sizes: list[int]
+    """How many bytes each ref holds."""
+
+    def split(self, limit_bytes: int | None) -> tuple[Published, Published]:
+        """The first refs that fit into so many bytes (all of them when None), and the others."""
+        taken, used = 0, 0
+        for size in self.sizes:
+            if limit_bytes is not None and used + size > limit_bytes:
+                break
+            taken, used = taken + 1, used + size
+        return self._part(0, taken), self._part(taken, len(self.refs))
+
+    def _part(self, first: int, end: int) -> Published:
+        start = sum(self.counts[:first])
+        pieces = self.pieces[start : start + sum(self.counts[first:end])]
+        return Published(
+            refs=self.refs[first:end],
+            pieces=pieces,
+            digests={str(piece): self.digests[str(piece)] for piece in pieces},
+            counts=self.counts[first:end],
+            sizes=self.sizes[first:end],
+        )
 
 
 class RankBuckets:
@@ -73,6 +97,8 @@ class RankBuckets:
                 else:
                     piece.apply([], parameter.view(-1))  # a constant: set once, no copy touches it
         self._digests: dict[str, str] = {}
+        self._refs: list[Any] = []
+        self._refs_made_at = -1
         # A registration that outlives its memory would be taken for that of whatever is allocated there next (Ray
         # keys them by address): the next transfer then fails with NIXL_ERR_NOT_FOUND, or reads beyond the region.
         self._unpin = weakref.finalize(self, _unpin_all, self._memory)
@@ -101,10 +127,19 @@ class RankBuckets:
 
     def publish(self) -> Published:
         """Refs to the filled buckets. Their memory must not change until every rank has read it."""
+        # Refs name memory, not content: they serve every version until this process takes a registration back, which
+        # changes how it describes itself (see `transports.waves`).
+        if self._refs_made_at != transports.forgotten():
+            self._refs = [
+                transports.put([self._view(part) for part in group]) for group in self._groups
+            ]
+            self._refs_made_at = transports.forgotten()
         return Published(
-            refs=[transports.put([self._view(part) for part in group]) for group in self._groups],
+            refs=list(self._refs),
             pieces=[part for group in self._groups for part in group],
             digests=dict(self._digests),
+            counts=[len(group) for group in self._groups],
+            sizes=[sum(self._view(part).nbytes for part in group) for group in self._groups],
         )
 
     def _view(self, part: TensorPiece) -> torch.Tensor:
@@ -113,6 +148,7 @@ class RankBuckets:
     def release(self) -> None:
         """Take the registrations back; also done when this object is dropped."""
         self._groups.clear()
+        self._refs.clear()
         self._parameters.clear()
         self._copies.clear()
         self._unpin()

@@ -26,6 +26,11 @@ class PullReport:
     verify_seconds: float
     """Digest time that the wire did not hide: after the last byte had arrived."""
     verified: bool
+    early_wire_seconds: float = 0.0
+    """The part of `wire_seconds` in which generation went on: into the shadow buffer."""
+    early_verify_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    """From the shadow buffer into the parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from sglang.srt.ray.weight_sync.shards import ShardPlan
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 60.0
+STAGINGS = ("direct", "shadow")
 DEFAULT_BUCKET_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 """By where the buckets live: each ref costs 1-3 ms on both sides, in which a GPU moves a gigabyte."""
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -161,6 +162,7 @@ class WeightPublisher:
         pause: PauseMode = "retract",
         partial: Sequence[str] | None = None,
         force: bool = False,
+        shadow_bytes: int | None = None,
     ) -> SyncReport:
         """Bring every engine to these weights and label them `version`: all of them, or none serves it.
 
@@ -168,11 +170,14 @@ class WeightPublisher:
             named_tensors: weights under their Hugging Face names, any dtype (converted as the loader would),
                 contiguous or not.
             version: what the engines report as `weight_version` afterwards; of two numbers the smaller is refused.
-            staging: `direct` pulls into live parameters while generation is paused.
+            staging: `direct` pulls into live parameters while generation is paused; `shadow` into a second buffer of
+                each rank while generation goes on, and pauses for one copy.
             pause: `retract` and `in_place` end no request (`in_place` also keeps what running ones have computed),
                 `abort` ends all.
             partial: patterns (as in `fnmatch`) of the names that this sync is meant to send, when not all.
             force: take over from another owner whose transaction is open.
+            shadow_bytes: with `shadow`, the most that a rank may hold a second time, in whole buckets
+                (`connect(bucket_bytes=)`); the rest is pulled during the pause. No limit when None.
 
         Raises:
             ValueError: an unknown staging or pause mode, or names given twice.
@@ -180,8 +185,12 @@ class WeightPublisher:
             WeightSyncError: any other failure, naming engine, rank, tensor and phase. Engines whose weights were not
                 touched serve their old version; the others are TORN and serve nothing until a sync succeeds.
         """
-        if staging != "direct":
-            raise ValueError(f"staging={staging!r} is unknown; this release has 'direct'")
+        if staging not in STAGINGS:
+            raise ValueError(f"staging={staging!r} is unknown; choose one of {STAGINGS!r}")
+        if shadow_bytes is not None and (staging != "shadow" or shadow_bytes <= 0):
+            raise ValueError(
+                f"shadow_bytes={shadow_bytes!r} with staging={staging!r}: give a positive number, with 'shadow' only"
+            )
         if pause not in PAUSE_MODES:
             raise ValueError(f"pause={pause!r} is unknown; choose one of {PAUSE_MODES!r}")
         clock = PhaseClock()
@@ -204,7 +213,17 @@ class WeightPublisher:
             force=force,
             partial=partial is not None,
         )
-        reports = self._drive(request, published, clock)
+        early: Sequence[Published | None] = [None] * len(published)
+        if staging == "shadow":
+            parts = [each.split(shadow_bytes) for each in published]
+            early, published = [first for first, _ in parts], [rest for _, rest in parts]
+            if not all(first.refs for first, _ in parts):
+                smallest = max(rest.sizes[0] for first, rest in parts if not first.refs)
+                raise ValueError(
+                    f"shadow_bytes={shadow_bytes!r} is less than a rank's first bucket of {smallest} bytes; give more, "
+                    f"or connect with smaller bucket_bytes"
+                )
+        reports = self._drive(request, early, published, clock)
         return SyncReport(
             version=version,
             staging=staging,
@@ -221,6 +240,15 @@ class WeightPublisher:
             self._engines, "status", lambda engine: engine.status(timeout_s=self._deadline_s)
         )
         return {engine.name: answer for engine, answer in zip(self._engines, answers, strict=True)}
+
+    def release_shadow(self) -> int:
+        """Have every rank give back the buffer that `shadow` staging keeps for the next sync; returns their bytes."""
+        addresses = [rank.address for rank in self._ranks]
+        nothing: list[tuple[Any, ...]] = [()] * len(addresses)
+        freed: list[int] = on_every_rank(
+            addresses, "release_shadow", nothing, timeout_s=self._deadline_s, phase="release"
+        )
+        return sum(freed)
 
     def close(self) -> None:
         """Let go of the buckets and their registrations. The engines are left as they are."""
@@ -294,16 +322,23 @@ class WeightPublisher:
     # Driving the engines
 
     def _drive(
-        self, request: OpenRequest, published: Sequence[Published], clock: PhaseClock
+        self,
+        request: OpenRequest,
+        early: Sequence[Published | None],
+        published: Sequence[Published],
+        clock: PhaseClock,
     ) -> dict[str, tuple[PullReport, ...]]:
         timeout = self._deadline_s
         alone = len(self._engines) == 1
         try:
+            if any(early):
+                with clock.measure("prefetch"):
+                    self._stage(request.transaction, early)
             with clock.measure("control"):
                 on_every_engine(
                     self._engines, "begin", lambda engine: engine.open(request, timeout_s=timeout)
                 )
-                reports = self._commit(request.transaction, published)
+                reports = self._commit(request.transaction, published, after_staged=any(early))
                 states = on_every_engine(
                     self._engines,
                     "seal",
@@ -325,8 +360,23 @@ class WeightPublisher:
         split_phases(clock, states, reports)
         return reports
 
+    def _stage(self, transaction: str, early: Sequence[Published | None]) -> None:
+        """Every rank fills its shadow buffer; no engine knows of the transaction yet."""
+        arguments = [
+            (transaction, rank.layout.fingerprint, sent.refs, sent.pieces, sent.digests)
+            for rank, sent in zip(self._ranks, early, strict=True)
+            if sent is not None
+        ]
+        on_every_rank(
+            [rank.address for rank in self._ranks],
+            "stage_weights",
+            [(*each, self._deadline_s) for each in arguments],
+            timeout_s=self._deadline_s + _ANSWER_MARGIN_S,
+            phase="prefetch",
+        )
+
     def _commit(
-        self, transaction: str, published: Sequence[Published]
+        self, transaction: str, published: Sequence[Published], *, after_staged: bool = False
     ) -> dict[str, tuple[PullReport, ...]]:
         addresses = [rank.address for rank in self._ranks]
         arguments = [
@@ -337,6 +387,7 @@ class WeightPublisher:
                 sent.pieces,
                 sent.digests,
                 self._deadline_s,
+                after_staged,
             )
             for rank, sent in zip(self._ranks, published, strict=True)
         ]

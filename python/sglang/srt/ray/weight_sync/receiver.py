@@ -8,11 +8,12 @@ by digest. The publisher's counterpart is `publisher.py`; the engine-wide verdic
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,12 +36,13 @@ from sglang.srt.ray.weight_sync.lane_meter import RankLaneMeter
 from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus, SessionBook
 from sglang.srt.ray.weight_sync.manifest import WeightManifest
+from sglang.srt.ray.weight_sync.paused_loop import paused_wait
 from sglang.srt.ray.weight_sync.planning import trace_shard_plan
 from sglang.srt.ray.weight_sync.prefix_cache import PrefixCacheNamespace
+from sglang.srt.ray.weight_sync.shadow import ShadowBuffer, Staged
 from sglang.srt.ray.weight_sync.shards import ShardPlan
 
 DEFAULT_PULL_DEADLINE_S = 60.0
-_PAUSED_POLL_S = 0.0005
 
 
 class WeightReceiver:
@@ -71,6 +73,7 @@ class WeightReceiver:
         self._pinned: dict[int, torch.Tensor] = {}
         self._pull_lock = threading.Lock()
         self._ledger = RankLedger(rank)
+        self._shadow = ShadowBuffer(rank, pins_allowed=pins_allowed)
         self._admitted: str | None = None
         self._prefix_cache = PrefixCacheNamespace(scheduler)
         self.lane_meter = RankLaneMeter(next(self._model().parameters()).device, rank=rank)
@@ -149,6 +152,7 @@ class WeightReceiver:
         layout_fingerprint: str | None = None,
         digests: Mapping[str, str] | None = None,
         deadline_s: float = DEFAULT_PULL_DEADLINE_S,
+        after_staged: bool = False,
     ) -> PullReport:
         """Pull the tensors of `refs`, in order, into the parameters (or pieces of them) called `names`.
 
@@ -159,6 +163,7 @@ class WeightReceiver:
             layout_fingerprint: what the sender planned for; a rank that changed refuses.
             digests: what each name's bytes must have as digest afterwards; None leaves the pull unverified.
             deadline_s: for the whole pull, in seconds.
+            after_staged: first copy what `stage` left for this transaction; `refs` then hold the rest, if any.
 
         Raises:
             SessionNotOpenError, GenerationNotPausedError: bytes may not land now. Nothing was written.
@@ -167,13 +172,7 @@ class WeightReceiver:
             DeadlineExceededError, TransferError, DigestMismatchError: take the targets as torn.
         """
         deadline = time.monotonic() + deadline_s
-        if not self._pull_lock.acquire(timeout=deadline_s):
-            raise DeadlineExceededError(
-                f"another pull into this rank was still running after {deadline_s:g} s",
-                rank=self._rank,
-                phase="wire",
-            )
-        try:
+        with self._alone(deadline_s):
             if transaction is not None and self._ledger.holds(transaction):
                 if self._ledger.report is not None:
                     return self._ledger.report
@@ -191,11 +190,20 @@ class WeightReceiver:
             counts = preflight.check_sources(
                 refs, labels, targets, deadline=deadline, rank=self._rank
             )
-            written = [piece.name for piece in pieces]
+            staged = self._shadow.staged(str(transaction)) if after_staged else None
+            staged_targets = self._targets(staged.pieces) if staged is not None else []
+            written = [piece.name for piece in (*pieces, *(staged.pieces if staged else ()))]
             self._ledger.will_write(written)
             self._sessions.pulled = True
             try:
-                report = self._pull_into(refs, labels, targets, counts, digests, deadline)
+                copied = None if staged is None else self._copy_staged(staged, staged_targets)
+                if copied is not None and not refs:
+                    report = copied
+                else:
+                    rest = self._pull_into(
+                        refs, labels, targets, counts, digests, deadline, keeper=self._ledger
+                    )
+                    report = rest if copied is None else _together(copied, rest)
             except WeightSyncError as error:
                 self._ledger.failed(written, error)
                 raise
@@ -203,6 +211,60 @@ class WeightReceiver:
             if transaction is not None:
                 self._ledger.report = report
             return report
+
+    def stage(
+        self,
+        refs: Sequence[Any],
+        pieces: Sequence[TensorPiece],
+        *,
+        transaction: str,
+        layout_fingerprint: str,
+        digests: Mapping[str, str],
+        deadline_s: float,
+    ) -> PullReport:
+        """Pull and verify as `pull` does, but into the shadow buffer: no parameter is touched, generation goes on.
+
+        Repeating it with the same transaction returns the same report, or raises the same error, again.
+
+        Raises:
+            WeightSyncError: as `pull`; the rank holds and serves what it did before.
+        """
+        deadline = time.monotonic() + deadline_s
+        with self._alone(deadline_s):
+            if (known := self._shadow.answer(transaction)) is not None:
+                return known
+            self._check_layout(layout_fingerprint)
+            targets, labels = self._targets(pieces), [str(piece) for piece in pieces]
+            preflight.check_digests(labels, targets, digests, rank=self._rank)
+            counts = preflight.check_sources(
+                refs, labels, targets, deadline=deadline, rank=self._rank
+            )
+            buffers = self._shadow.open(transaction, pieces, targets)
+            try:
+                report = self._pull_into(
+                    refs, labels, buffers, counts, digests, deadline, keeper=self._shadow
+                )
+            except WeightSyncError as error:
+                self._shadow.failed(error)
+                raise
+            self._shadow.succeeded(report)
+            return report
+
+    def release_shadow(self) -> int:
+        """Give the shadow buffer's memory back; returns how many bytes it was."""
+        with self._alone(DEFAULT_PULL_DEADLINE_S):
+            return self._shadow.release()
+
+    @contextlib.contextmanager
+    def _alone(self, timeout_s: float) -> Iterator[None]:
+        if not self._pull_lock.acquire(timeout=timeout_s):
+            raise DeadlineExceededError(
+                f"another write into this rank was still going on after {timeout_s:g} s",
+                rank=self._rank,
+                phase="wire",
+            )
+        try:
+            yield
         finally:
             self._pull_lock.release()
 
@@ -227,13 +289,7 @@ class WeightReceiver:
             index: which ref of the transaction this is, counted from 0.
         """
         deadline = time.monotonic() + deadline_s
-        if not self._pull_lock.acquire(timeout=deadline_s):
-            raise DeadlineExceededError(
-                f"another write into this rank was still running after {deadline_s:g} s",
-                rank=self._rank,
-                phase="load",
-            )
-        try:
+        with self._alone(deadline_s):
             if transaction is not None and self._ledger.holds(transaction):
                 if index < len(self._ledger.loaded):
                     return cast(loader.LoadedRef, self._ledger.loaded[index])
@@ -253,8 +309,6 @@ class WeightReceiver:
             )
             self._ledger.loaded.append(loaded)
             return loaded
-        finally:
-            self._pull_lock.release()
 
     def finish_load(self, transaction: str, *, verified: bool) -> PullReport:
         """All refs of the transaction were loaded: what the fence asks for before it seals.
@@ -275,6 +329,19 @@ class WeightReceiver:
             report = loader.report_of(self._ledger.loaded, rank=self._rank)
             self._ledger.report = dataclasses.replace(report, verified=verified and report.verified)
             return self._ledger.report
+
+    def _copy_staged(self, staged: Staged, targets: Sequence[torch.Tensor]) -> PullReport:
+        """Proved bytes into the parameters. Their digests were compared in the buffer, which nobody writes since."""
+        settle(targets)
+        started = time.perf_counter()
+        torch._foreach_copy_(list(targets), list(staged.buffers))
+        settle(targets)
+        return dataclasses.replace(
+            staged.report,
+            early_wire_seconds=staged.report.wire_seconds,
+            early_verify_seconds=staged.report.verify_seconds,
+            copy_seconds=time.perf_counter() - started,
+        )
 
     def verify(self, digests: Mapping[str, str]) -> None:
         """Compare parameters with a client's manifest of digests (name -> `algorithm:hex`).
@@ -302,6 +369,8 @@ class WeightReceiver:
         counts: Sequence[int],
         digests: Mapping[str, str] | None,
         deadline: float,
+        *,
+        keeper: RankLedger | ShadowBuffer,
     ) -> PullReport:
         settle(targets)
         started = time.perf_counter()
@@ -310,7 +379,7 @@ class WeightReceiver:
         arrived_at = started
         for wave in transports.waves(refs):
             arrived_at = self._pull_wave(
-                refs[wave], groups[wave], names, targets, digests, deadline
+                refs[wave], groups[wave], names, targets, digests, deadline, keeper
             )
         return PullReport(
             rank=self._rank,
@@ -328,6 +397,7 @@ class WeightReceiver:
         targets: Sequence[torch.Tensor],
         digests: Mapping[str, str] | None,
         deadline: float,
+        keeper: RankLedger | ShadowBuffer,
     ) -> float:
         """Reads that may be under way together; returns when (`perf_counter`) the last one had arrived."""
         reads: list[transports.Read] = []
@@ -347,7 +417,7 @@ class WeightReceiver:
                 whole = slice(groups[0].start, groups[-1].stop)
                 self._verify(names[whole], targets[whole], digests)
         except BaseException:
-            self._ledger.give_up(reads)
+            keeper.give_up(reads)
             raise
         return arrived_at
 
@@ -468,16 +538,27 @@ class WeightReceiver:
         """Let the paused event loop sleep between its polls.
 
         It spins otherwise, and while a pull runs the two threads fight for the interpreter lock (a pull of 3 MB took
-        several times as long); on a CPU it also takes a core away from the trainer. Control messages are answered at
-        most `_PAUSED_POLL_S` later.
+        several times as long); on a CPU it also takes a core away from the trainer.
         """
         record = self._scheduler._record_scheduler_state_for_paused_engine
+        wait = paused_wait(self._scheduler)
 
         def record_and_sleep() -> None:
             record()
-            time.sleep(_PAUSED_POLL_S)
+            wait()
 
         self._scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
+def _together(staged: PullReport, rest: PullReport) -> PullReport:
+    """One report of what came through the shadow buffer and what came straight into the parameters."""
+    return dataclasses.replace(
+        staged,
+        total_bytes=staged.total_bytes + rest.total_bytes,
+        wire_seconds=staged.wire_seconds + rest.wire_seconds,
+        verify_seconds=staged.verify_seconds + rest.verify_seconds,
+        verified=staged.verified and rest.verified,
+    )
 
 
 def _admission(transaction: str | None) -> str:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 PHASES = (
     "plan",
     "stage",
+    "prefetch",
     "pause",
     "begin",
+    "copy",
     "wire",
     "verify",
     "control",
@@ -30,8 +32,9 @@ PHASES = (
     "version",
     "resume",
 )
-"""In the order in which they happen; `wire` and `verify` are the slowest rank's, `control` is what the call to the
-ranks took beyond them. Between `pause` and `resume` (both included) generation stands still."""
+"""In the order in which they happen; `copy`, `wire` and `verify` are the slowest rank's, `control` is what the call to
+the ranks took beyond them, `prefetch` all of the transfer that comes before the pause with `shadow` staging. Between
+`pause` and `resume` (both included) generation stands still."""
 
 _PAUSED_PHASES = PHASES[PHASES.index("pause") :]
 
@@ -67,8 +70,9 @@ class SyncReport:
 
     @property
     def wire_gigabytes_per_second(self) -> float:
-        """All bytes over the slowest rank's transfer time."""
-        return self.total_bytes / self.phase_seconds["wire"] / 1e9
+        """All bytes over the slowest rank's transfer time, into the shadow buffer or not."""
+        slowest = max(report.wire_seconds for reports in self.ranks.values() for report in reports)
+        return self.total_bytes / slowest / 1e9
 
     def to_json(self) -> str:
         fields = dataclasses.asdict(self)
@@ -129,6 +133,7 @@ def split_phases(
     clock.split(
         "control",
         **parts,
-        wire=max(report.wire_seconds for report in ranks),
-        verify=max(report.verify_seconds for report in ranks),
+        **({"copy": copy} if (copy := max(report.copy_seconds for report in ranks)) else {}),
+        wire=max(report.wire_seconds - report.early_wire_seconds for report in ranks),
+        verify=max(report.verify_seconds - report.early_verify_seconds for report in ranks),
     )

@@ -16,6 +16,7 @@ import ray.experimental
 import torch
 from ray.exceptions import RayError
 
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 50e-6, 1e-3
 TRANSPORT_ERRORS = (RayError, RuntimeError, ValueError)
 """What a failed read may raise. TimeoutError has to be caught before these."""
 
@@ -39,6 +40,13 @@ def unpin(tensor: torch.Tensor) -> None:
     from ray.experimental import deregister_nixl_memory
 
     deregister_nixl_memory(tensor)
+
+
+def forgotten() -> int:
+    """How often this process has taken a registration back: refs that were put before describe it as it was then."""
+    from ray.experimental.rdt.util import get_tensor_transport_manager
+
+    return int(get_tensor_transport_manager("NIXL")._nixl_agent_meta_version)
 
 
 def described(ref: ray.ObjectRef, *, timeout_s: float) -> list[tuple[torch.Size, torch.dtype]]:
@@ -146,7 +154,17 @@ class Read:
             TimeoutError: not everything arrived in time; the read goes on, ask `is_over`.
             One of TRANSPORT_ERRORS: the read failed and is over.
         """
-        return list(self._transport.wait_fetch_complete(self._request, timeout=max(timeout_s, 0.0)))
+        deadline = time.monotonic() + timeout_s
+        pause = _FIRST_LOOK_S
+        while (remaining := deadline - time.monotonic()) > pause and self._is_moving():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_LOOK_S)
+        return list(self._transport.wait_fetch_complete(self._request, timeout=max(remaining, 0.0)))
+
+    def _is_moving(self) -> bool:
+        """Ray's own wait looks once a millisecond, in which a few megabytes travel (ray 2.60)."""
+        handle = getattr(self._request, "xfer_handle", None)
+        return handle is not None and self._request.nixl_agent.check_xfer_state(handle) == "PROC"
 
     def is_over(self) -> bool:
         """Whether no byte can land any more: it completed or failed. Does not wait."""
