@@ -201,6 +201,36 @@ def test_a_version_that_stays_paused_is_served_by_whoever_lets_generation_go():
     run(scenario)
 
 
+@pytest.mark.parametrize("fault", ["raising", "hanging"])
+def test_a_committed_version_that_could_not_go_on_says_so_and_a_repeated_resume_mends_it(fault):
+    async def scenario() -> None:
+        world = World()
+        await world.open()
+        world.all_wrote()
+        if fault == "raising":
+            world.engine.raising["resume"] = RuntimeError("no")
+        else:
+            world.engine.hanging.add("resume")
+        with pytest.raises(WeightSyncError, match="is committed but generation did not") as failed:
+            await world.seal(timeout_s=0.3)
+        assert failed.value.phase == "resume"
+        status = world.fence.status()
+        assert (status["state"], status["version"], status["resume_pending"]) == (
+            "SERVING",
+            "1",
+            True,
+        )
+        world.engine.raising.clear()
+        world.engine.hanging.clear()
+        status = await world.fence.resume("t1", timeout_s=5)
+        assert not status["resume_pending"]
+        assert world.engine.did[-1] == "resume"
+        await world.fence.resume("t1", timeout_s=5)
+        assert world.engine.did.count("resume") == 1
+
+    run(scenario)
+
+
 def test_repeated_calls_do_nothing_twice():
     async def scenario() -> None:
         world = World()

@@ -78,6 +78,7 @@ class WeightFence:
         self._expiry: asyncio.Task[None] | None = None
         self._expires_at = 0.0
         self._stuck: tuple[str, asyncio.Task[None]] | None = None
+        self._resume_pending: str | None = None
         self._rank_reports: list[RankStatus] = []
         self._step_seconds: dict[str, float] = {}
         self._client_sessions = 0
@@ -103,7 +104,7 @@ class WeightFence:
                 )
             if self.machine.open(transaction):
                 self._arm(transaction, request.ttl_s)
-                self._step_seconds = {}
+                self._step_seconds, self._resume_pending = {}, None
                 self._paused_at = time.monotonic()
                 await self._step(
                     transaction,
@@ -137,13 +138,13 @@ class WeightFence:
                     )
             self.machine.seal(transaction_id)
             if resume:
-                await self._resume(transaction_id, stay_paused=stay_paused)
+                await self._resume(transaction_id, timeout_s, stay_paused=stay_paused)
         return self.status()
 
     async def resume(self, transaction_id: str, *, timeout_s: float) -> dict[str, Any]:
         """Serve what was sealed."""
         async with self._locked(timeout_s):
-            await self._resume(transaction_id)
+            await self._resume(transaction_id, timeout_s)
         return self.status()
 
     async def abort(self, transaction_id: str, reason: str, *, timeout_s: float) -> dict[str, Any]:
@@ -167,6 +168,7 @@ class WeightFence:
             else round(max(self._expires_at - time.monotonic(), 0.0), 3),
             "torn_reason": machine.torn_reason,
             "session_left_open": self._left_open,
+            "resume_pending": self._resume_pending is not None,
             "verified": None
             if machine.last_commitment is None
             else machine.last_commitment.verified,
@@ -343,13 +345,38 @@ class WeightFence:
         if not await self._effects.try_flush_cache():
             await self._ranks.ask("isolate_prefix_cache", held.id)
 
-    async def _resume(self, transaction_id: str, *, stay_paused: bool = False) -> None:
+    async def _resume(
+        self, transaction_id: str, timeout_s: float, *, stay_paused: bool = False
+    ) -> None:
         verified = all(s.report is not None and s.report.verified for s in self._rank_reports)
         if self.machine.resume(transaction_id, verified=verified):
             self._disarm()
-            if not stay_paused:
-                await self._effects.let_generation_go()
             self._tell_ended("committed")
+            self._resume_pending = None if stay_paused else transaction_id
+        if self._resume_pending == transaction_id:
+            await self._let_go(timeout_s)
+
+    async def _let_go(self, timeout_s: float) -> None:
+        """The committed version is served from here on. A failure leaves it paused, and a repeated resume tries again.
+
+        Raises:
+            DeadlineExceededError, EngineRequestError: of phase "resume".
+        """
+        task = asyncio.ensure_future(self._effects.let_generation_go())
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
+        if not done:
+            self._stuck = ("resume", task)
+            raise DeadlineExceededError(
+                f"the new version is committed but generation did not go on within {timeout_s:g} s: rank(s) "
+                f"{await self._ranks.silent()!r} do not answer; resume again, or restart the engine",
+                phase="resume",
+            )
+        if (cause := task.exception()) is not None:
+            raise EngineRequestError(
+                f"the new version is committed but generation did not go on: {cause}; resume again",
+                phase="resume",
+            ) from cause
+        self._resume_pending = None
 
     async def _fail(self, held: Transaction, reason: str, *, written: bool | None = None) -> None:
         """End a transaction that did not come through, by what the ranks say of it."""

@@ -95,28 +95,31 @@ class RankLaneMeter:
         """
         deadline = time.monotonic() + timeout_s
         scratch: torch.Tensor | None = None
+        given_up = False
         best = 0.0
-        for ref in refs:
-            try:
+        try:
+            for ref in refs:
                 ((shape, dtype),) = transports.described(ref, timeout_s=deadline - time.monotonic())
                 if scratch is None:
                     scratch = torch.zeros(shape, dtype=dtype, device=self._device)
                     transports.pin(scratch)
                 best = max(best, self._read(ref, scratch, deadline))
-            except TimeoutError as error:
-                # A read that was given up may still write, so its memory stays.
+        except TimeoutError as error:
+            given_up = True
+            raise DeadlineExceededError(
+                f"the probe of the lane did not end within {timeout_s:g} s",
+                rank=self._rank,
+                phase="connect",
+            ) from error
+        except transports.TRANSPORT_ERRORS as error:
+            raise TransferError(
+                f"the probe of the lane failed: {error}", rank=self._rank, phase="connect"
+            ) from error
+        finally:
+            if given_up:  # the read may still write, so its memory stays
                 self._abandoned.append(scratch)
-                raise DeadlineExceededError(
-                    f"the probe of the lane did not end within {timeout_s:g} s",
-                    rank=self._rank,
-                    phase="connect",
-                ) from error
-            except transports.TRANSPORT_ERRORS as error:
-                raise TransferError(
-                    f"the probe of the lane failed: {error}", rank=self._rank, phase="connect"
-                ) from error
-        if scratch is not None:
-            transports.unpin(scratch)
+            elif scratch is not None:
+                transports.unpin(scratch)
         return best
 
     @staticmethod
