@@ -226,9 +226,9 @@ def test_a_trainer_killed_mid_transfer_never_leaves_a_mixture_in_service(
         publisher = actor._publisher
         commit = publisher._commit
 
-        def dying(*arguments: Any) -> Any:
+        def dying(*arguments: Any, **options: Any) -> Any:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            commit(*arguments)
+            commit(*arguments, **options)
             time.sleep(30)
 
         publisher._commit = dying

@@ -255,7 +255,7 @@ def test_a_trainer_killed_before_the_first_byte_leaves_the_old_version_serving(e
 
     def open_and_die(actor: Any, version: str) -> None:
         publisher = actor._publisher
-        publisher._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        publisher._commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         publisher.sync(actor.state(6), version=version)
 
     with pytest.raises(ray.exceptions.RayActorError):
@@ -316,9 +316,9 @@ def test_a_repeated_commit_moves_no_byte_again(engine, trainer):
         publisher = actor._publisher
         once, reports = type(publisher)._commit, []
 
-        def twice(transaction: str, published: Any) -> Any:
-            reports.append(once(publisher, transaction, published))
-            reports.append(once(publisher, transaction, published))
+        def twice(*arguments: Any, **options: Any) -> Any:
+            reports.append(once(publisher, *arguments, **options))
+            reports.append(once(publisher, *arguments, **options))
             return reports[-1]
 
         publisher._commit = twice
