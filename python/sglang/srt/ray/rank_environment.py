@@ -100,4 +100,6 @@ def _inherited_environment() -> dict[str, str]:
     """This process's variables, and those that its job gives every actor (a driver does not have them itself)."""
     import ray
 
+    if not ray.is_initialized():  # asking for its context would start one
+        return dict(os.environ)
     return os.environ | ray.get_runtime_context().runtime_env.get("env_vars", {})
