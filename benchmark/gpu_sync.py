@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "test"))
-from support.engine import running_engine
+from support.engine import ON_A_GPU, running_engine
 from support.local_ray import local_ray
 from support.models import tokenizer
 
@@ -32,13 +32,6 @@ SIZES = {"tiny": (256, 512, 2, 4), "2.6GB": (1536, 8960, 28, 24)}
 """Hidden size, intermediate size, layers, heads of 64."""
 VOCABULARY = 512
 WAIT_S = 300.0
-ON_A_GPU = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "mem_fraction_static": 0.3,
-    "cuda_graph_max_bs_decode": 8,
-    "cuda_graph_backend_prefill": "disabled",
-}
 
 
 def write_model(folder: Path, size: str, device: str) -> int:

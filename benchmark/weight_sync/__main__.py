@@ -21,20 +21,13 @@ from .trainer import WAYS, Trainer
 
 WAIT_S = 300.0
 WARM_UPS = 2
-ON_A_GPU = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "mem_fraction_static": 0.3,
-    "cuda_graph_max_bs_decode": 8,
-    "cuda_graph_backend_prefill": "disabled",
-}
 
 
 def run_of(
     arguments: argparse.Namespace, megabytes: float, tp: int, engines: int
 ) -> dict[str, Any]:
     """All ways with one model and one fleet."""
-    from support.engine import running_engine
+    from support.engine import ON_A_GPU, running_engine
 
     dtype = "float32" if arguments.device == "cpu" else "bfloat16"
     config = model.config_of(megabytes, arguments.tensors, dtype)

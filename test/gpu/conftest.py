@@ -9,7 +9,7 @@ import pytest
 import ray
 from one_gpu import DEVICE, DTYPE, RANK_SHARE, TRAINER_SHARE, WAIT_S, connect
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from support.engine import RunningEngine, running_engine
+from support.engine import ON_A_GPU, RunningEngine, running_engine
 from support.trainer import start_trainer
 
 
@@ -43,13 +43,7 @@ def bundle(gpu_ray: str) -> Any:
 def gpu_engine(bundle: Any, tiny_model: Any) -> Iterator[RunningEngine]:
     arguments: dict[str, Any] = {"device": DEVICE, "dtype": DTYPE}
     if DEVICE == "cuda":
-        arguments |= {
-            "attention_backend": "triton",
-            "sampling_backend": "pytorch",
-            "mem_fraction_static": 0.3,
-            "cuda_graph_max_bs_decode": 4,
-            "cuda_graph_backend_prefill": "disabled",
-        }
+        arguments |= ON_A_GPU | {"cuda_graph_max_bs_decode": 4}
     host_environment = {"SGLANG_RAY_GPUS_PER_RANK": str(RANK_SHARE)}
     with running_engine(
         tiny_model, placement_group=bundle, host_environment=host_environment, **arguments

@@ -30,6 +30,14 @@ from .oracle import Generation, scored_request
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
 HOST = "127.0.0.1"
+ON_A_GPU = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "mem_fraction_static": 0.3,
+    "cuda_graph_max_bs_decode": 8,
+    "cuda_graph_backend_prefill": "disabled",
+}
+"""Of a small model that shares one GPU, with kernels that need no further package."""
 
 
 class EngineHost:
