@@ -68,24 +68,27 @@ def repeated(run: Callable[[], float], repeats: int) -> list[float]:
 # The machine's own ways
 
 
-def peer_copy(payload: tuple[int, int], repeats: int) -> list[float]:
+def copied(source: Sequence[Any], target: Sequence[Any], repeats: int) -> list[float]:
+    """Seconds of copying one GPU's tensors into the other's."""
     import torch
 
-    source, target = filled(*payload, "cuda:0", 1), filled(*payload, "cuda:1")
-
     def once() -> float:
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        for device in (0, 1):
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         for into, out_of in zip(target, source, strict=True):
             into.copy_(out_of, non_blocking=True)
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        for device in (0, 1):
+            torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
     seconds = repeated(once, repeats)
-    assert [int(t[0]) for t in target] == [int(t[0]) for t in source]
+    assert [int(t[-1]) for t in target] == list(range(1, len(target) + 1))
     return seconds
+
+
+def peer_copy(payload: tuple[int, int], repeats: int) -> list[float]:
+    return copied(filled(*payload, "cuda:0", 1), filled(*payload, "cuda:1"), repeats)
 
 
 def _broadcast(rank: int, payload: tuple[int, int], repeats: int, results: Any) -> None:
@@ -128,26 +131,13 @@ def _ipc_source(payload: tuple[int, int], out: Any, done: Any) -> None:
 
 def cuda_ipc(payload: tuple[int, int], repeats: int) -> list[float]:
     """The copy alone: opening the handles, once, is not in it."""
-    import torch
     import torch.multiprocessing as mp
 
     context = mp.get_context("spawn")
     queue, done = context.Queue(), context.Event()
     process = context.Process(target=_ipc_source, args=(payload, queue, done))
     process.start()
-    source, target = queue.get(timeout=WAIT_S), filled(*payload, "cuda:1")
-
-    def once() -> float:
-        torch.cuda.synchronize(1)
-        started = time.perf_counter()
-        for into, out_of in zip(target, source, strict=True):
-            into.copy_(out_of, non_blocking=True)
-        for device in (0, 1):
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
-
-    seconds = repeated(once, repeats)
-    assert [int(t[-1]) for t in target] == list(range(1, payload[0] + 1))
+    seconds = copied(queue.get(timeout=WAIT_S), filled(*payload, "cuda:1"), repeats)
     done.set()
     process.join(WAIT_S)
     return seconds
@@ -185,7 +175,7 @@ class Peer:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def firsts(self) -> list[int]:
+    def last_values(self) -> list[int]:
         return [int(t[-1]) for t in self._tensors]
 
 
@@ -200,7 +190,7 @@ def rdt(device: str) -> Callable[[tuple[int, int], int], list[float]]:
     actor = ray.remote(num_cpus=1, num_gpus=int(on_gpu), enable_tensor_transport=True)(Peer)
     second = "cuda:1" if ISOLATION_OFF in os.environ else "cuda:0"
     source = actor.remote("cuda:0" if on_gpu else "cpu")
-    ray.get(source.firsts.remote(), timeout=WAIT_S)
+    ray.get(source.last_values.remote(), timeout=WAIT_S)
     reader = actor.remote(second if on_gpu else "cpu")
 
     def measure(payload: tuple[int, int], repeats: int) -> list[float]:
@@ -211,7 +201,9 @@ def rdt(device: str) -> Callable[[tuple[int, int], int], list[float]]:
             return float(ray.get(reader.read.remote(refs), timeout=WAIT_S))
 
         seconds = repeated(once, repeats)
-        assert ray.get(reader.firsts.remote(), timeout=WAIT_S) == list(range(1, payload[0] + 1))
+        assert ray.get(reader.last_values.remote(), timeout=WAIT_S) == list(
+            range(1, payload[0] + 1)
+        )
         return seconds
 
     return measure
@@ -254,11 +246,11 @@ def run_all(ways: Sequence[str], device: str, repeats: int) -> list[dict[str, An
             output = (error.stdout or b"").decode()
             reason = f"not done within {LIMIT_S} s"
         found = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
-        rows += found
         if reason:
-            rows.append({"way": way, "payload": "", "error": reason})
-        for row in rows[-len(found) - bool(reason) :]:
+            found.append({"way": way, "payload": "", "error": reason})
+        for row in found:
             print(json.dumps(row), flush=True)
+        rows += found
     return rows
 
 
