@@ -268,7 +268,8 @@ def _wait_until_ready(specs: Sequence[RankSpec], actors: Sequence[Any]) -> list[
 def _unlink_message_queues(specs: Sequence[RankSpec], actors: Sequence[Any]) -> None:
     """After this a rank may be killed at any time and leaves no shared memory behind."""
     by_ref = {
-        actor.unlink_message_queues.remote(): spec for spec, actor in zip(specs, actors, strict=True)
+        actor.unlink_message_queues.remote(): spec
+        for spec, actor in zip(specs, actors, strict=True)
     }
     _, late = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=UNLINK_TIMEOUT_S)
     if late:

@@ -92,6 +92,20 @@ def on_every_rank(
     return answers
 
 
+def abort_everywhere(
+    engines: Sequence[EngineControl], transaction: str, cause: BaseException, *, timeout_s: float
+) -> None:
+    """Tell every engine, one after the other; what it makes of itself (SERVING or TORN) is noted on the error."""
+    for engine in engines:
+        try:
+            state = engine.abort(transaction, str(cause), timeout_s=timeout_s)
+            cause.add_note(f"{engine.name}: {state['state']}, version {state['version']!r}")
+        except WeightSyncError as error:
+            cause.add_note(
+                f"{engine.name} could not be told to give up (its time limit will): {error}"
+            )
+
+
 def _named(cause: BaseException, engine: str, rank: int | None, phase: str) -> WeightSyncError:
     error = (
         cause

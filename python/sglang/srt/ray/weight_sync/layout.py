@@ -7,14 +7,22 @@ that is `shards.py`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Those that occur more than once, sorted."""
+    counts = collections.Counter(names)
+    return sorted(name for name, count in counts.items() if count > 1)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,12 @@ import ray
 from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, OpenRequest, PauseMode
 from sglang.srt.ray.weight_sync.coverage import check_coverage, check_declared
 from sglang.srt.ray.weight_sync.errors import WeightSyncError
-from sglang.srt.ray.weight_sync.fleet import RankAddress, on_every_engine, on_every_rank
+from sglang.srt.ray.weight_sync.fleet import (
+    RankAddress,
+    abort_everywhere,
+    on_every_engine,
+    on_every_rank,
+)
 from sglang.srt.ray.weight_sync.ledger import PullReport
 from sglang.srt.ray.weight_sync.manifest import WeightManifest
 from sglang.srt.ray.weight_sync.report import PhaseClock, SyncReport, split_phases
@@ -177,7 +182,7 @@ class _Load:
                 lambda e: e.seal(transaction, resume=alone, timeout_s=timeout),
             )
         except BaseException as error:
-            self._abort_everywhere(transaction, error)
+            abort_everywhere(self._engines, transaction, error, timeout_s=timeout)
             raise
         by_engine: dict[str, tuple[PullReport, ...]] = {}
         for address, report in zip(self._ranks, reports, strict=True):
@@ -208,14 +213,6 @@ class _Load:
     def _ask(self, verb: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
         timeout = self._deadline_s + _ANSWER_MARGIN_S
         return on_every_rank(self._ranks, verb, arguments, timeout_s=timeout, phase=phase)
-
-    def _abort_everywhere(self, transaction: str, cause: BaseException) -> None:
-        for engine in self._engines:
-            try:
-                state = engine.abort(transaction, str(cause), timeout_s=self._deadline_s)
-                cause.add_note(f"{engine.name}: {state['state']}, version {state['version']!r}")
-            except WeightSyncError as error:
-                cause.add_note(f"{engine.name} could not be told to give up: {error}")
 
 
 def _as_refs(refs: Refs) -> list[ray.ObjectRef] | Iterator[ray.ObjectRef]:

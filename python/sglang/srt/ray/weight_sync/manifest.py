@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.ray.weight_sync.errors import WeightNameError
-from sglang.srt.ray.weight_sync.layout import TensorSpec
+from sglang.srt.ray.weight_sync.layout import TensorSpec, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class WeightManifest:
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise WeightNameError(f"tensor name(s) given more than once: {twice!r}", phase="plan")
         if set(names) != set(self.digests):
             odd = sorted(set(names) ^ set(self.digests))
@@ -83,9 +83,7 @@ def named(value: Any) -> list[tuple[str, torch.Tensor]]:
             raise WeightNameError(
                 f"weights must be {{name: tensor}} or pairs (name, tensor), found {type(pair)!r}"
             )
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    if twice := repeated(name for name, _ in pairs):
         raise WeightNameError(f"tensor name(s) given more than once: {twice!r}")
     return [(name, tensor) for name, tensor in pairs]
 

@@ -22,11 +22,15 @@ import torch
 from sglang.srt.ray.weight_sync.buckets import Published, RankBuckets, bucket_device
 from sglang.srt.ray.weight_sync.control import PAUSE_MODES, EngineControl, OpenRequest, PauseMode
 from sglang.srt.ray.weight_sync.coverage import check_coverage, check_declared
-from sglang.srt.ray.weight_sync.errors import WeightSyncError
-from sglang.srt.ray.weight_sync.fleet import RankAddress, on_every_engine, on_every_rank
+from sglang.srt.ray.weight_sync.fleet import (
+    RankAddress,
+    abort_everywhere,
+    on_every_engine,
+    on_every_rank,
+)
 from sglang.srt.ray.weight_sync.lane_meter import measured_lanes
 from sglang.srt.ray.weight_sync.lanes import Lane
-from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, fingerprint_of
+from sglang.srt.ray.weight_sync.layout import TensorSpec, WeightLayout, fingerprint_of, repeated
 from sglang.srt.ray.weight_sync.ledger import PullReport
 from sglang.srt.ray.weight_sync.report import PhaseClock, SyncReport, split_phases
 from sglang.srt.ray.weight_sync.shards import ShardPlan
@@ -347,7 +351,7 @@ class WeightPublisher:
                     ),
                 )
         except BaseException as error:
-            self._abort_everywhere(request.transaction, error)
+            abort_everywhere(self._engines, request.transaction, error, timeout_s=timeout)
             raise
         if not alone:
             # Decided: every rank has proved the version. An engine that fails to resume serves nothing.
@@ -403,26 +407,13 @@ class WeightPublisher:
             reports[address.engine.name] = (*reports.get(address.engine.name, ()), report)
         return reports
 
-    def _abort_everywhere(self, transaction: str, cause: BaseException) -> None:
-        """Tell every engine; what it makes of itself (SERVING or TORN) is noted on the error."""
-        for engine in self._engines:
-            try:
-                state = engine.abort(transaction, str(cause), timeout_s=self._deadline_s)
-                cause.add_note(f"{engine.name}: {state['state']}, version {state['version']!r}")
-            except WeightSyncError as error:
-                cause.add_note(
-                    f"{engine.name} could not be told to give up (its time limit will): {error}"
-                )
-
 
 def _as_dict(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
     pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
     sources = dict(pairs)
     if len(sources) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"tensor name(s) given more than once: {sorted({n for n in names if names.count(n) > 1})!r}"
-        )
+        twice = repeated(name for name, _ in pairs)
+        raise ValueError(f"tensor name(s) given more than once: {twice!r}")
     if not sources:
         raise ValueError("there is nothing to sync: no tensors were given")
     return {name: tensor.detach() for name, tensor in sources.items()}

@@ -7,7 +7,6 @@ by digest. The publisher's counterpart is `publisher.py`; the engine-wide verdic
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -33,7 +32,7 @@ from sglang.srt.ray.weight_sync.errors import (
     WeightSyncError,
 )
 from sglang.srt.ray.weight_sync.lane_meter import RankLaneMeter
-from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout
+from sglang.srt.ray.weight_sync.layout import TensorPiece, TensorSpec, WeightLayout, repeated
 from sglang.srt.ray.weight_sync.ledger import PullReport, RankLedger, RankStatus, SessionBook
 from sglang.srt.ray.weight_sync.manifest import WeightManifest
 from sglang.srt.ray.weight_sync.paused_loop import paused_wait
@@ -517,8 +516,7 @@ class WeightReceiver:
             raise WeightNameError(
                 f"unknown weight name(s) {unknown!r}; weight_layout() lists them", rank=self._rank
             )
-        counts = collections.Counter(map(str, pieces))
-        if duplicate := sorted(label for label, count in counts.items() if count > 1):
+        if duplicate := repeated(map(str, pieces)):
             raise WeightNameError(
                 f"weight name(s) given more than once: {duplicate!r}", rank=self._rank
             )
