@@ -62,6 +62,7 @@ NOT_EXECUTED = {
     ("docs/upgrading.md", "pip download --no-deps sglang==NEW -d /tmp/new"): "needs an upstream newer than the pinned one; `try` itself: test_try_rebases_the_series_onto_a_moved_upstream",
     ("docs/upgrading.md", "git -C build/try add -A && git -C build/try -c core.editor=true rebase --continue"): "needs a conflict solved by hand; where one is found: test_try_says_where_the_series_conflicts",
     ("docs/launching.md", "your actor (node A)                     node A                   node B"): "a diagram",
+    ("docs/benchmarks.md", "python benchmark/two_gpus.py --json two_gpus.json"): "needs two GPUs",
 }  # fmt: skip
 LINES_NOT_EXECUTED = {
     "pip install '.[ray]'": "downloads 11 GB; of the wheel alone: test_the_real_wheel_installs_and_leaves_nothing",
