@@ -182,21 +182,37 @@ def test_a_loader_that_computes_is_found_out(change, half: bool):
     assert "norm.weight" not in plan.targets
 
 
+class Casting(torch.nn.Module):
+    """Its loader casts what it is given to `dtypes`, one after the other."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.dtypes = dtypes
+        self.table = torch.nn.Parameter(torch.empty(301, dtype=dtypes[-1]))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, loaded in weights:
+            for dtype in self.dtypes:
+                loaded = loaded.to(dtype)
+            self.table.data[:200].copy_(loaded[:200])
+            self.table.data[200:].copy_(loaded[200:])
+
+
 def test_a_loader_that_goes_through_a_narrow_dtype_is_found_out():
     # Above 256 a bfloat16 holds every other integer only: the numbers come back as those of a neighbour.
-    class ThroughBfloat16(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Parameter(torch.empty(301, dtype=torch.bfloat16))
+    for dtypes in ((torch.bfloat16,), (torch.float32, torch.bfloat16, torch.float32)):
+        model = Casting(*dtypes)
+        manifest = [TensorSpec(name="table", shape=(301,), dtype="float32")]
+        assert trace_shard_plan(model, manifest, "").computed_targets == ("table",), dtypes
 
-        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            for _, loaded in weights:
-                self.table.data.copy_(loaded.bfloat16())
 
-    model = ThroughBfloat16()
-    manifest = [TensorSpec(name="table", shape=(301,), dtype="bfloat16")]
-    plan = trace_shard_plan(model, manifest, "")
-    assert plan.computed_targets == ("table",)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_to_the_dtype_that_was_sent_is_none(dtype: torch.dtype):
+    model, sent = Casting(dtype, dtype), torch.randn(301).to(dtype)
+    plan = plan_of(model, {"table": sent})
+    assert plan.computed_targets == ()
+    made = applied(plan.targets["table"], [sent], torch.zeros_like(model.table.data))
+    assert torch.equal(made, sent)
 
 
 def test_an_empty_manifest_sends_nothing_to_anybody():

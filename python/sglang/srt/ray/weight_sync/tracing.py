@@ -15,8 +15,6 @@ import torch
 
 from sglang.srt.ray.weight_sync.errors import UnplannableModelError
 
-LOADER_ERRORS = (RuntimeError, TypeError, NotImplementedError, ValueError)
-
 MakeNumbers = Callable[[str, torch.nn.Parameter], torch.Tensor]
 
 
@@ -79,9 +77,10 @@ def load_into(tracer: Any, numbers: Iterator[tuple[str, torch.Tensor]]) -> None:
 
     try:
         tracer.load_weights(remembered())
-    except LOADER_ERRORS as error:
+    except Exception as error:  # of any model's own code
+        does = "does not know a name" if isinstance(error, KeyError) else "computes with the weights"
         raise UnplannableModelError(
-            f"the loader of {type(tracer).__name__} computes with the weights it is given ({error}), so what it "
+            f"the loader of {type(tracer).__name__} {does} it is given ({type(error).__name__}: {error}), so what it "
             f"makes of them can't be planned; it failed at or before {given[-1:]!r}",
             tensor=given[-1] if given else None,
             phase="plan",

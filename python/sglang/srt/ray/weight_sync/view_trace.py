@@ -87,12 +87,16 @@ class _Watch(TorchDispatchMode):
         self._kept: dict[int, torch.UntypedStorage] = {}  # or an address could be met again
         self._target_of = {self._id(parameter): name for name, parameter in parameters.items()}
         self._source_of: dict[int, int] = {}
+        self._dtypes: list[str] = []
+        self._casts: set[int] = set()
+        """Storages of whole sources after a cast to the dtype that they are sent in, which changes nothing."""
         self._derived: dict[int, set[int]] = {}
 
     def given(self, manifest: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         for index, spec in enumerate(manifest):
             tensor = without_memory(spec.shape)
             self._source_of[self._id(tensor)] = index
+            self._dtypes.append(spec.dtype)
             yield spec.name, tensor
 
     def check_kept(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -114,6 +118,8 @@ class _Watch(TorchDispatchMode):
             self.mixed.append(sources)
         for tensor in _written(func._schema, args, kwargs):
             self._write(func._schema.name, tensor, args, sources)
+        if func._schema.name == "aten::_to_copy":
+            self._note_cast(args[0], result)
         for tensor in _tensors([result]):
             key = self._id(tensor)
             if key not in self._target_of and key not in self._source_of:
@@ -155,7 +161,20 @@ class _Watch(TorchDispatchMode):
         seen.rearranged = True
 
     def _is_source_view(self, tensor: torch.Tensor) -> bool:
-        return self._id(tensor) in self._source_of and tensor.dtype == torch.int64
+        key = self._id(tensor)
+        return key in self._source_of and (tensor.dtype == torch.int64 or key in self._casts)
+
+    def _note_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Loaders cast small tensors (a router's bias) to what their parameter needs, needed or not."""
+        if not self._is_source_view(source):
+            return
+        index = self._source_of[self._id(source)]
+        whole = source.numel() * source.element_size() == source.untyped_storage().nbytes()
+        if not whole or not source.is_contiguous() or not result.is_contiguous():
+            return
+        if str(result.dtype).removeprefix("torch.") == self._dtypes[index]:
+            self._source_of[self._id(result)] = index
+            self._casts.add(self._id(result))
 
     def _origin(self, tensor: torch.Tensor) -> set[int]:
         key = self._id(tensor)
