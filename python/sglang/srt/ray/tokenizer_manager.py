@@ -1,14 +1,15 @@
 """The tokenizer manager of an engine that takes part in weight syncs: every pause, session and resume passes its fence.
 
 Upstream's default pause, `abort`, ends all requests but never tells the scheduler, so nothing there could know whether
-bytes may land; here it is followed by a pause that does. Engines without `--enable-rdt-weight-sync` keep upstream's
-pause.
+bytes may land; here it is followed by a pause that does. It also looks once a second, without end, whether they have
+ended; here a pause lasts as long as they take. Engines without `--enable-rdt-weight-sync` keep upstream's pause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -28,11 +29,19 @@ from sglang.srt.ray.hosted_engine import parts_being_launched
 from sglang.srt.ray.hosted_tokenizer import HostedTokenizerManager
 from sglang.srt.ray.weight_fence import WeightFence
 from sglang.srt.ray.weight_metrics import WeightMetrics
-from sglang.srt.ray.weight_sync.errors import EngineRequestError, EngineTornError
+from sglang.srt.ray.weight_sync.errors import (
+    DeadlineExceededError,
+    EngineRequestError,
+    EngineTornError,
+)
 from sglang.srt.runtime_context import get_device, get_observability
 
 SESSION_TTL_VARIABLE = "SGLANG_RDT_SESSION_TTL_S"
 DEFAULT_SESSION_TTL_S = 600.0
+_ABORT_DEADLINE_S = 60.0
+_ABORT_AGAIN_S = 0.1
+"""A request that was on its way to the scheduler when all were aborted is met by the next time."""
+_LOOK_EVERY_S = 0.005
 
 
 class RequestRefusedError(HTTPException, ValueError):
@@ -83,12 +92,40 @@ class WeightSyncTokenizerManager(HostedTokenizerManager):
     # What clients call
 
     async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
-        await super().pause_generation(obj)
-        if obj.mode == "abort":
-            # All requests are gone by now. `retract`, not `in_place`: it also lets go of the batch that ran last, which
-            # would otherwise make every flush of the cache fail.
-            async with self.is_pause_cond:
-                await self._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
+        if obj.mode != "abort":
+            await super().pause_generation(obj)
+            return
+        async with self.is_pause_cond:
+            self.is_pause = True
+            try:
+                await self._end_all_requests()
+            except DeadlineExceededError:
+                self.is_pause = False
+                self.is_pause_cond.notify_all()
+                raise
+            # `retract`, not `in_place`: it also lets go of the batch that ran last, which would otherwise make every
+            # flush of the cache fail.
+            await self._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
+
+    async def _end_all_requests(self) -> None:
+        """Abort what runs until nothing does; upstream's readers of the update lock are the requests that run."""
+        started = time.monotonic()
+        abort_at = started
+        while True:
+            now = time.monotonic()
+            if now >= abort_at:
+                self.abort_request(abort_all=True)
+                abort_at = now + _ABORT_AGAIN_S
+            if not await self.model_update_lock.is_locked():  # type: ignore[no-untyped-call]
+                return
+            if now > started + _ABORT_DEADLINE_S:
+                left = sorted(self.rid_to_state)
+                raise DeadlineExceededError(
+                    f"the pause was given up and generation goes on: {len(left)} request(s) had not ended "
+                    f"{_ABORT_DEADLINE_S:g} s after they were aborted: {left[:8]!r}",
+                    phase="pause",
+                )
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
         await self.weight_fence.check_may_resume()
