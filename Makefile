@@ -4,7 +4,7 @@ PYTHON ?=
 ARGS ?=
 export VENV PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu bench bench-gpu check lint format docs release wheel clean
+.PHONY: help setup demo test test-slow test-gpu release-test bench bench-gpu check lint format docs release wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test-slow: setup  ## run the slow tests
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	@scripts/test.sh gpu $(ARGS)
+
+release-test: setup  ## two Serve replicas under load, 60 syncs, every promise checked (quarter of an hour)
+	@"$(VENV)/bin/python" test/serve/release_run.py $(ARGS)
 
 bench: setup  ## what a delta would cost beside a full sync, on this CPU
 	@"$(VENV)/bin/python" benchmark/full_or_delta.py $(ARGS)

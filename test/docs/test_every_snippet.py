@@ -48,6 +48,7 @@ EXECUTED = {
     ("docs/serve.md", 'curl -X POST $URL/pause -H \'content-type: application/json\' -d \'{"mode": "retract", "deadline_s": 30}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
     ("docs/serve.md", 'curl -X POST $URL/sleep -H \'content-type: application/json\' -d \'{"tags": ["kv_cache"]}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
     ("docs/serve.md", 'curl -X POST $URL/v1/chat/completions -H \'content-type: application/json\' -d \'{"model": "tiny", "messages": [{"role": "user", "content": "bada"}], "max_tokens": 4}\''): SERVE + "test_the_curl_lines_of_the_page_answer_as_it_says",
+    ("docs/serve.md", "python examples/rl_serve/main.py --steps 30"): "test/serve/test_rl_serve_example.py::test_it_learns_over_sessions_and_ends_clean",
     ("docs/serve.md", "from ray import serve"): SERVE + "test_the_deploying_snippet_builds_an_application",
     ("docs/serve.md", "from sglang.srt.ray import WeightPublisher"): SERVE + "test_the_publishing_snippet_syncs_every_replica",
 }  # fmt: skip
@@ -62,6 +63,7 @@ NOT_EXECUTED = {
     ("docs/upgrading.md", "pip download --no-deps sglang==NEW -d /tmp/new"): "needs an upstream newer than the pinned one; `try` itself: test_try_rebases_the_series_onto_a_moved_upstream",
     ("docs/upgrading.md", "git -C build/try add -A && git -C build/try -c core.editor=true rebase --continue"): "needs a conflict solved by hand; where one is found: test_try_says_where_the_series_conflicts",
     ("docs/launching.md", "your actor (node A)                     node A                   node B"): "a diagram",
+    ("docs/serve.md", "make release-test"): "a quarter of an hour; its short form: test/serve/test_release_short.py",
     ("docs/benchmarks.md", "python benchmark/two_gpus.py --json two_gpus.json"): "needs two GPUs",
 }  # fmt: skip
 LINES_NOT_EXECUTED = {

@@ -10,7 +10,7 @@ import ray
 import requests
 from support.models import new_model
 from support.oracle import assert_serves
-from support.serve_app import ServedApp
+from support.serve_app import MODEL, ServedApp
 
 PROMPT = [5, 6, 7, 8]
 
@@ -86,3 +86,20 @@ def test_requests_that_run_during_a_sync_end_with_all_their_tokens(
     assert [span["version"] for span in spans] == [str(number), str(number + 1)]
     assert [spans[0]["start"], spans[-1]["end"]] == [0, 1500]
     assert spans[0]["end"] == spans[1]["start"]
+
+
+@pytest.mark.parametrize("transport", [None, "nixl"])
+def test_refs_that_one_replica_is_handed_reach_both(
+    served: ServedApp, trainer: Any, versions: Any, transport: str | None
+) -> None:
+    number = versions.next()
+    call = trainer.load_through_a_replica.remote(
+        served.name, f"SGLangServer:{MODEL}", number, str(number), transport
+    )
+    report = ray.get(call, timeout=150)
+    assert report.verified
+    assert len(report.ranks) == 2
+    for answer in answers_of_both(served).values():
+        assert answer["meta_info"]["weight_version"] == str(number)
+    for _ in range(4):
+        assert_serves(new_model(number), PROMPT, served.generate(PROMPT, 4))

@@ -25,6 +25,8 @@ class Generation:
     """Prompt tokens that came from the prefix cache."""
     replica: str = ""
     """Which replica of a Serve application answered."""
+    spans: tuple[str, ...] = ()
+    """The versions that made its tokens, in order."""
 
     @classmethod
     def of_answer(cls, answer: Mapping[str, Any]) -> Generation:
@@ -37,6 +39,7 @@ class Generation:
             version=meta["weight_version"],
             finish=meta["finish_reason"]["type"],
             cached=meta["cached_tokens"],
+            spans=tuple(span["version"] for span in meta.get("weight_versions") or ()),
         )
 
 

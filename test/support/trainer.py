@@ -103,12 +103,36 @@ class ServeTrainer(Trainer):
         ]
         self._publisher = WeightPublisher.connect(chosen)
 
-    def sync_only(self, seed: int, version: str, names: Sequence[str]) -> Any:
+    def sync_only(
+        self, seed: int, version: str, names: Sequence[str], pause: str = "retract"
+    ) -> Any:
         """Publish these tensors of `seed` alone."""
         state = self.state(seed)
         return self._publisher.sync(
-            {name: state[name] for name in names}, version=version, partial=list(names)
+            {name: state[name] for name in names},
+            version=version,
+            partial=list(names),
+            pause=pause,
         )
+
+    def load_through_a_replica(
+        self, app_name: str, deployment: str, seed: int, version: str, transport: str | None
+    ) -> Any:
+        """Call `update_weights_from_object_ref` on one replica, by its deployment's handle."""
+        from ray import serve
+
+        from sglang.srt.ray import WeightManifest
+
+        items = list(self.state(seed).items())
+        half = len(items) // 2
+        self._held = [dict(items[:half]), dict(items[half:])]
+        options = {} if transport is None else {"_tensor_transport": transport}
+        refs = [ray.put(part, **options) for part in self._held]
+        handle = serve.get_deployment_handle(deployment, app_name)
+        call = handle.update_weights_from_object_ref.remote(
+            refs, version=version, manifest=WeightManifest.of(items)
+        )
+        return call.result(timeout_s=120)
 
     def put_everything(self) -> list[Any]:
         """An RDT ref of all weights, in a list so that Ray hands it over unresolved."""

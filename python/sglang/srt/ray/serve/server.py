@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ray.serve.llm import LLMConfig
 
     from sglang.srt.ray.serve.agent import FleetAgent
+    from sglang.srt.ray.weight_sync.report import SyncReport
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class SGLangServer(OpenAIMethods):
 
         self._llm_config = llm_config
         self._broken: Exception | None = None
+        self._fleet = fleet
         self._agent: FleetAgent | None = None
         self.replica_id = _replica_id()
         arguments = server_arguments(llm_config) | {"use_ray": True, "port": _free_port()}
@@ -249,6 +251,28 @@ class SGLangServer(OpenAIMethods):
 
     async def stop_profile(self) -> Mapping[str, Any]:
         return await self._verbs.stop_profile(deadline_s=CONTROL_TIMEOUT_S)
+
+    # Weights
+
+    async def update_weights_from_object_ref(
+        self, refs: Any, *, version: str, **options: Any
+    ) -> SyncReport:
+        """Bring every replica of the fleet to the weights in `refs`, through the engines' own loaders.
+
+        One call on one replica, not a broadcast: it is one transaction over all of them. With a builder that knows no
+        fleet it is this engine's alone. `refs` go inside a list, or Serve and Ray resolve them on the way; `options` as
+        for `weight_sync.load_object_refs`, which says what is raised and what is then served.
+        """
+        from sglang.srt.ray.engine_control import LocalEngineControl
+        from sglang.srt.ray.serve.weights import controls_of
+        from sglang.srt.ray.weight_sync.loading import load_object_refs
+
+        def load() -> SyncReport:
+            mine = self._fleet is None
+            controls = [LocalEngineControl(self._engine)] if mine else controls_of(self._fleet)
+            return load_object_refs(controls, refs, version=version, **options)
+
+        return await asyncio.to_thread(load)
 
     # Life
 

@@ -35,11 +35,16 @@ def connect_replicas(app_name: str, model_id: str) -> list[ServeEngineControl]:
     from ray import serve
 
     fleet = serve.get_deployment_handle(deployment_name(model_id), app_name)
-    receivers = fleet.receivers.remote().result(timeout_s=FLEET_TIMEOUT_S)
-    if not receivers:
+    if not (controls := controls_of(fleet)):
         raise EngineRequestError(
             f"model {model_id!r} of application {app_name!r} has no replica yet"
         )
+    return controls
+
+
+def controls_of(fleet: Any) -> list[ServeEngineControl]:
+    """One for each replica that a publisher has to bring to a version, by the fleet's handle."""
+    receivers = fleet.receivers.remote().result(timeout_s=FLEET_TIMEOUT_S)
     return [ServeEngineControl(fleet, replica, ranks) for replica, ranks in receivers.items()]
 
 
