@@ -7,6 +7,7 @@ without sending them. `write_model` is what an engine's `model_path` needs; `new
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def new_model(seed: int, config: Any = None) -> Any:
             else:
                 parameter.data.normal_(0.0, 0.08)
     return model
+
+
+def checkpoint_of(model: Any) -> dict[str, Any]:
+    """The state dict under the names of a checkpoint: transformers keeps experts fused in memory, but not on disk."""
+    state: dict[str, Any] = model.state_dict()
+    if not any(".experts.gate_up_proj" in name for name in state):
+        return state
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def write_model(path: Path, *, seed: int = ENGINE_SEED, config: Any = None) -> Path:

@@ -121,11 +121,13 @@ def engine_kwargs(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def llm_config(model_path: Path, *, replicas: int = 2, **changes: Any) -> Any:
+def llm_config(
+    model_path: Path, *, replicas: int = 2, model_id: str = MODEL, **changes: Any
+) -> Any:
     from ray.serve.llm import LLMConfig
 
     return LLMConfig(
-        model_loading_config={"model_id": MODEL, "model_source": str(model_path)},
+        model_loading_config={"model_id": model_id, "model_source": str(model_path)},
         engine_kwargs=engine_kwargs(**changes.pop("engine", {})),
         deployment_config=changes.pop("deployment", {"num_replicas": replicas}),
         **(

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from .fused import fused_state
-from .models import new_model
+from .models import checkpoint_of, new_model
 
 
 class Trainer:
@@ -27,7 +27,7 @@ class Trainer:
         self._held: list[Any] = []
 
     def state(self, seed: int) -> dict[str, Any]:
-        state = new_model(seed, self._config).state_dict()
+        state = checkpoint_of(new_model(seed, self._config))
         return {name: tensor.to(**self._place) for name, tensor in state.items()}
 
     def connect(self, controls: Sequence[tuple[str, list[Any], str]], **options: Any) -> None:
@@ -56,6 +56,26 @@ class Trainer:
         for name, shape in {**(reshape or {}), **(extra or {})}.items():
             state[name] = next(iter(state.values())).new_zeros(shape)
         return self._publisher.sync(state, version=version, pause=pause, **options)
+
+    def load_through_loaders(
+        self, controls: Sequence[tuple[str, list[Any], str]], seed: int, version: str
+    ) -> Any:
+        """Bring the engines to the weights of `seed` through their own loaders, out of two refs."""
+        from sglang.srt.ray import HttpEngineControl
+        from sglang.srt.ray.weight_sync.loading import load_object_refs
+
+        engines = [HttpEngineControl(url, actors, name=name) for url, actors, name in controls]
+        refs, manifest = self._in_two_refs(seed, "nixl")
+        return load_object_refs(engines, refs, version=version, manifest=manifest)
+
+    def _in_two_refs(self, seed: int, transport: str | None) -> tuple[list[Any], Any]:
+        from sglang.srt.ray import WeightManifest
+
+        items = list(self.state(seed).items())
+        half = len(items) // 2
+        self._held = [dict(items[:half]), dict(items[half:])]
+        options = {} if transport is None else {"_tensor_transport": transport}
+        return [ray.put(part, **options) for part in self._held], WeightManifest.of(items)
 
     def close(self) -> None:
         self._publisher.close()
@@ -91,6 +111,14 @@ class ServeTrainer(Trainer):
 
         self._publisher = WeightPublisher.connect(connect_replicas(app_name, model_id), **options)
 
+    def connect_fleets(self, app_name: str, model_ids: Sequence[str]) -> None:
+        """To the replicas of several models with equal weights."""
+        from sglang.srt.ray import WeightPublisher
+        from sglang.srt.ray.serve import connect_replicas
+
+        fleets = [connect_replicas(app_name, model_id) for model_id in model_ids]
+        self._publisher = WeightPublisher.connect([each for fleet in fleets for each in fleet])
+
     def connect_one(self, app_name: str, model_id: str, replica: str) -> None:
         """To one replica only, as a publisher that connected before the others started."""
         from sglang.srt.ray import WeightPublisher
@@ -121,16 +149,10 @@ class ServeTrainer(Trainer):
         """Call `update_weights_from_object_ref` on one replica, by its deployment's handle."""
         from ray import serve
 
-        from sglang.srt.ray import WeightManifest
-
-        items = list(self.state(seed).items())
-        half = len(items) // 2
-        self._held = [dict(items[:half]), dict(items[half:])]
-        options = {} if transport is None else {"_tensor_transport": transport}
-        refs = [ray.put(part, **options) for part in self._held]
+        refs, manifest = self._in_two_refs(seed, transport)
         handle = serve.get_deployment_handle(deployment, app_name)
         call = handle.update_weights_from_object_ref.remote(
-            refs, version=version, manifest=WeightManifest.of(items)
+            refs, version=version, manifest=manifest
         )
         return call.result(timeout_s=120)
 

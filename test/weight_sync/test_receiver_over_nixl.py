@@ -129,11 +129,23 @@ def test_nothing_may_be_pulled_too(rank: Any):
 
 def test_registering_pins_each_storage_once_and_only_where_pins_are_allowed(fused_rank: Any):
     count = len(get(fused_rank.layout.remote()).entries)
-    expected = {"registered": True, "tensors": count, "regions": count}
+    expected = {"registered": True, "not_reached": [], "tensors": count, "regions": count}
     assert get(fused_rank.register.remote()) == get(fused_rank.register.remote()) == expected
     answer = get(fused_rank.register.remote(pins_allowed=False))
     assert answer["registered"] is False
     assert "memory saver" in answer["reason"]
+
+
+def test_a_draft_model_is_named_as_what_no_sync_reaches(fused_rank: Any):
+    def give_it_one(actor: Any) -> Any:
+        actor.scheduler.draft_worker = object()
+        try:
+            return actor.receiver.register()
+        finally:
+            del actor.scheduler.draft_worker
+
+    (what,) = get(fused_rank.__ray_call__.remote(give_it_one))["not_reached"]
+    assert "draft model" in what
 
 
 def test_a_parameter_that_cannot_be_a_target_is_refused_when_it_is_registered(rank: Any):

@@ -133,9 +133,14 @@ class WeightPublisher:
         layouts = on_every_rank(
             addresses, "weight_layout", nothing, timeout_s=deadline_s, phase="connect"
         )
-        on_every_rank(
+        registered = on_every_rank(
             addresses, "register_weight_for_rdt", nothing, timeout_s=deadline_s, phase="connect"
         )
+        for address, answer in zip(addresses, registered, strict=True):
+            for what in answer["not_reached"]:
+                logger.warning(
+                    "%s rank %d: no sync reaches %s", address.engine.name, address.rank, what
+                )
         lanes = measured_lanes(
             addresses, floor=lane_floor_gigabytes_per_second, timeout_s=deadline_s
         )

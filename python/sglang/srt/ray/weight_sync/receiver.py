@@ -119,12 +119,19 @@ class WeightReceiver:
     def register(self) -> dict[str, Any]:
         """Pin every parameter with NIXL, once. With the memory saver on, do nothing and say so.
 
+        Returns:
+            `registered`, and `not_reached`: what this rank computes with and no sync reaches.
+
         Raises:
             WeightMismatchError: a parameter is not contiguous, so it can't be a target.
         """
+        # A draft proposes and the target decides, so answers stay right; it only guesses worse.
+        drafts = getattr(self._scheduler, "draft_worker", None) is not None
+        not_reached = ["the draft model: it keeps its weights"] if drafts else []
         if not self._pins_allowed:
             return {
                 "registered": False,
+                "not_reached": not_reached,
                 "reason": "the memory saver is on: a pin would outlive the memory that sleep releases, "
                 "so every pull pins its targets for its own duration",
             }
@@ -138,7 +145,12 @@ class WeightReceiver:
             if address not in self._pinned:
                 transports.pin(parameter)
                 self._pinned[address] = parameter
-        return {"registered": True, "tensors": len(targets), "regions": len(self._pinned)}
+        return {
+            "registered": True,
+            "not_reached": not_reached,
+            "tensors": len(targets),
+            "regions": len(self._pinned),
+        }
 
     # Pull
 
