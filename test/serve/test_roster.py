@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from sglang.srt.ray.serve import fleet
 from sglang.srt.ray.serve.results import ReplicaResult, status_of, summary
 from sglang.srt.ray.serve.roster import Member, Roster
 
@@ -140,3 +141,19 @@ def test_the_status_is_the_worst_when_nobody_did_it():
     assert status_of([result("a", "refused"), result("b", "refused")]) == 409
     assert status_of([result("a", "refused"), result("b", "late")]) == 504
     assert status_of([result("a", "ok"), result("b", "refused")]) == 207
+
+
+def test_a_replacement_takes_the_place_of_one_whose_death_nobody_has_noticed(monkeypatch):
+    deaths = Deaths()
+    monkeypatch.setattr(fleet, "_process_is_dead", deaths)
+
+    async def run() -> None:
+        control = fleet.FleetControl()
+        for member in ("killed", "living"):
+            await control.join(member, {})
+        deaths.dead.add("killed")
+        assert not any(each["dead"] for each in await control.replicas())
+        await control.join("replacement", {})
+        assert [each["replica"] for each in await control.replicas()] == ["living", "replacement"]
+
+    asyncio.run(run())

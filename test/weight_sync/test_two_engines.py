@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from support.models import new_model, write_model
 from support.oracle import assert_serves
 from support.trainer import start_trainer
 
-from sglang.srt.ray.weight_sync import DigestMismatchError, WeightSyncError
+from sglang.srt.ray.weight_sync import (
+    DigestMismatchError,
+    StaleTransactionError,
+    WeightSyncError,
+    takeover,
+)
+from sglang.srt.ray.weight_sync.control import OpenRequest
+from sglang.srt.ray.weight_sync.takeover import take_over
 
 PROMPT = list(range(5, 17))
 DISK_SEED = 7
@@ -138,3 +146,72 @@ def test_an_engine_that_refuses_to_begin_leaves_all_at_the_old_version(
     for engine in (shared_engine, from_disk):
         assert state(engine) == ("SERVING", before)
         assert_serves(new_model(3), PROMPT, engine.generate(PROMPT, 6))
+
+
+def test_a_newcomer_takes_over_what_its_peer_serves_while_that_one_generates(
+    shared_engine, from_disk, trainer
+):
+    connect(trainer, shared_engine, from_disk)
+    sync(trainer, 3)
+    connect(trainer, shared_engine)
+    published = sync(trainer, 8).version
+    newcomer, peer = from_disk.control("newcomer"), shared_engine.control("peer")
+    answers: list[Any] = []
+    running = threading.Thread(target=lambda: answers.append(shared_engine.generate(PROMPT, 400)))
+    running.start()
+    report = take_over(newcomer, peer)
+    running.join(WAIT_S)
+    assert (report.version, report.verified, list(report.ranks)) == (published, True, ["newcomer"])
+    assert (answers[0].finish, answers[0].version) == ("length", published)
+    assert state(from_disk) == ("SERVING", published)
+    assert checksums(from_disk) == checksums(shared_engine)
+    assert_serves(new_model(8), PROMPT, from_disk.generate(PROMPT, 6))
+    # Whoever connects now reaches both.
+    connect(trainer, shared_engine, from_disk)
+    assert len(sync(trainer, 3).ranks) == 2
+
+
+def test_a_peer_that_is_being_synced_lends_nothing(shared_engine, from_disk, trainer):
+    connect(trainer, shared_engine, from_disk)
+    before = sync(trainer, 3).version
+    newcomer, peer = from_disk.control("newcomer"), shared_engine.control("peer")
+    request = OpenRequest(
+        transaction="somebody's",
+        sequence=peer.status(timeout_s=30)["last_sequence"] + 1,
+        owner="somebody",
+        version="next",
+        pause="retract",
+        ttl_s=60,
+    )
+    peer.open(request, timeout_s=30)
+    try:
+        with pytest.raises(StaleTransactionError, match="peer can't lend its weights now"):
+            take_over(newcomer, peer)
+    finally:
+        peer.abort("somebody's", "the test is over", timeout_s=30)
+    assert state(from_disk) == state(shared_engine) == ("SERVING", before)
+    assert_serves(new_model(3), PROMPT, from_disk.generate(PROMPT, 6))
+
+
+def test_a_peer_that_moves_on_meanwhile_leaves_the_newcomer_torn_and_a_repeat_mends_it(
+    shared_engine, from_disk, trainer, monkeypatch
+):
+    connect(trainer, shared_engine, from_disk)
+    sync(trainer, 3)
+    connect(trainer, shared_engine)
+    newcomer, peer = from_disk.control("newcomer"), shared_engine.control("peer")
+    receive = takeover._receive
+
+    def receive_and_sync(*arguments: Any) -> Any:
+        reports = receive(*arguments)
+        sync(trainer, 8)
+        return reports
+
+    monkeypatch.setattr(takeover, "_receive", receive_and_sync)
+    with pytest.raises(StaleTransactionError, match="moved on"):
+        take_over(newcomer, peer)
+    assert state(from_disk)[0] == "TORN"
+    monkeypatch.undo()
+    take_over(newcomer, peer)
+    assert state(from_disk) == state(shared_engine)
+    assert_serves(new_model(8), PROMPT, from_disk.generate(PROMPT, 6))

@@ -25,6 +25,7 @@ _HOMES = {
     "SyncReport": "sglang.srt.ray.weight_sync",
     "WeightManifest": "sglang.srt.ray.weight_sync",
     "load_object_refs": "sglang.srt.ray.weight_sync",
+    "take_over": "sglang.srt.ray.weight_sync",
 }
 EXPORTED = sorted(_HOMES)
 

@@ -92,6 +92,8 @@ class FleetControl:
         Args:
             serves: the published weights that it serves already.
         """
+        # It may be here because another was killed, which nobody has asked for since: that one's place is free.
+        await self._roster.look_for_the_dead()
         self._roster.join(replica, info)
         if serves is not None:
             self._publication.remember(serves)

@@ -98,6 +98,10 @@ class Roster:
             self.bury(member.id, "its process is gone")
         return member.died_at is not None
 
+    async def look_for_the_dead(self) -> None:
+        """Ask every member's process now."""
+        await asyncio.gather(*(self.is_dead(member) for member in self.living))
+
     async def next_commands(self, member_id: str, *, wait_s: float) -> list[Command]:
         """What a member has to do, as soon as there is something; empty after `wait_s` seconds.
 

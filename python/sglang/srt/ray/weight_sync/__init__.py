@@ -33,6 +33,7 @@ from sglang.srt.ray.weight_sync.loading import load_object_refs
 from sglang.srt.ray.weight_sync.manifest import WeightManifest
 from sglang.srt.ray.weight_sync.publisher import WeightPublisher
 from sglang.srt.ray.weight_sync.report import SyncReport
+from sglang.srt.ray.weight_sync.takeover import take_over
 
 __all__ = [
     "DeadlineExceededError",
@@ -63,4 +64,5 @@ __all__ = [
     "WeightSyncDisabledError",
     "WeightSyncError",
     "load_object_refs",
+    "take_over",
 ]
