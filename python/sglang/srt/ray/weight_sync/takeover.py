@@ -1,8 +1,9 @@
 """Bring an engine to what another engine serves, rank from rank, while the trainer is busy or gone.
 
 For an engine that starts, or comes back, between two syncs: it must not serve the checkpoint that it was started from.
-The same transaction as a sync's, driven by whoever calls, with the peer's ranks as the source; the peer goes on serving.
-On Ray Serve replicas do this by themselves (`serve/joining.py`); a fleet of one's own calls it before it routes requests.
+The same transaction as a sync's, driven by whoever calls, with the peer's ranks as the source; the peer goes on
+serving. On Ray Serve replicas do this by themselves (`serve/joining.py`); a fleet of one's own calls it before it
+routes requests.
 """
 
 from __future__ import annotations
