@@ -24,7 +24,7 @@ done
 failed=()
 for group in "${groups[@]}"; do
     # shellcheck disable=SC2086  # a group is several arguments
-    "$python" -m pytest $group -m "$marker" "$@"
+    "$python" -m pytest $group -m "$marker" --durations=25 --durations-min=4 "$@"
     status=$?
     # 5: no test of this group has the marker
     ((status == 0 || status == 5)) || failed+=("$group")
