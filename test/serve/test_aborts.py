@@ -15,13 +15,13 @@ from support.serve_app import ServedApp
 class Running:
     """A long generation on a thread; `meta` is its last `meta_info`."""
 
-    def __init__(self, served: ServedApp, rid: str, tokens: int = 3000) -> None:
+    def __init__(self, served: ServedApp, rid: str, tokens: int = 3000, **body: Any) -> None:
         self._body: dict[str, Any] = {
             "input_ids": [5, 6, 7],
             "rid": rid,
             "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
             "stream": True,
-        }
+        } | body
         self._url = served.url
         self.started = threading.Event()
         self.meta: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def test_a_running_request_is_found_wherever_it_is_and_has_ended_when_the_answer
 
 def test_an_id_is_exact(served: ServedApp) -> None:
     # Enough of them that both replicas hold one of the longer ids.
-    longer = [Running(served, f"r-1{number}", tokens=1500) for number in range(6)]
+    longer = [Running(served, f"r-1{number}", tokens=700) for number in range(6)]
     meant = Running(served, "r-1")
     assert all(each.started.wait(30) for each in [*longer, meant])
     assert set(abort(served, rid="r-1")) == {"r-1"}
