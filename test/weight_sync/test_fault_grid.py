@@ -257,9 +257,9 @@ def test_a_fault_ends_as_the_table_says(
             _end(victim_pid)
             if expected.state != "gone":
                 _mend(engine)
-                _sync(
-                    medic, OLD_SEED, force=True
-                )  # a new owner takes over, and mends what was torn
+                # A new owner takes over, and mends what was torn. It has to have met the engine after the victim.
+                _connect(medic, engine, engine.url)
+                _sync(medic, OLD_SEED, force=True)
                 assert_serves(new_model(OLD_SEED), PROMPT, engine.generate(PROMPT, 4))
         finally:
             ray.kill(medic)
